@@ -1,0 +1,27 @@
+"""How this package says that an input is wrong: what was expected, what came, what to do."""
+
+import difflib
+from collections.abc import Sequence
+
+
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless an option is one of its allowed values.
+
+    Raises:
+        ValueError: names the option, what came, the allowed values and the nearest of them.
+    """
+    if value in choices:
+        return
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near and near[0] else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+
+
+def require_positive_int(name: str, value: object, hint: str = "") -> None:
+    """Raise unless an option is an integer of at least one.
+
+    Raises:
+        ValueError: names the option, what came and, where given, what to do.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.{' ' + hint if hint else ''}")

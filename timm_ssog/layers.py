@@ -1,0 +1,284 @@
+"""Token mixers over a grid (SSoG, its dense attention twin, the identity) and the pre-norm block around them.
+
+Tokens travel as (batch, height, width, channels), so the grid is always known and never guessed.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp, trunc_normal_, use_fused_attn
+from timm.models import register_notrace_function
+from torch import Tensor, nn
+from torch.jit import Final
+
+from timm_ssog.errors import require_choice, require_positive_int
+from timm_ssog.ops.dispatch import separable_mix
+from timm_ssog.ops.gaussian import stretched_kernels
+
+AMPLITUDES = ("signed", "convex")
+KERNEL_COORDS = ("relative", "cells")
+MIXERS = ("ssog", "attention", "identity")
+
+WIDTH_MIN = 0.25
+"""Narrowest standard deviation of a component, in cells of the reference grid."""
+
+
+@register_notrace_function
+def mixing_kernels(
+    offset: Tensor,
+    width: Tensor,
+    amplitude: Tensor,
+    reference_grid: Tensor,
+    grid_height: int,
+    grid_width: int,
+    convex: bool,
+    relative: bool,
+    width_min: float = WIDTH_MIN,
+) -> tuple[Tensor, Tensor]:
+    """Row and column kernels of a mixer on one grid, amplitudes folded into the rows; float32 or wider.
+
+    Args:
+        offset: (heads, components, 2), displacement (y, x) in cells of the reference grid.
+        width: (heads, components, 2), unconstrained; the standard deviation is ``softplus(width) + width_min``.
+        amplitude: (heads, components), weights, or their logits where ``convex``.
+        reference_grid: (2,), the grid (height, width) that offset and width are measured on.
+        grid_height: Cells of the grid at hand.
+        grid_width: Likewise.
+        convex: Whether the amplitudes are the softmax of logits.
+        relative: Whether kernels stretch with the grid; otherwise their reach stays fixed in cells.
+        width_min: Narrowest standard deviation, in cells of the reference grid.
+
+    Returns:
+        (heads, components, height, height) and (heads, components, width, width).
+    """
+    if offset.dtype != torch.float64:
+        offset, width, amplitude = offset.float(), width.float(), amplitude.float()
+    sigma = F.softplus(width) + width_min
+    if relative:
+        reference = reference_grid.to(offset.dtype)
+        stretch_height, stretch_width = grid_height / reference[0], grid_width / reference[1]
+    else:
+        stretch_height = stretch_width = torch.ones_like(offset[0, 0, 0])
+    weight = amplitude.softmax(-1) if convex else amplitude
+    rows = stretched_kernels(offset[..., 0], sigma[..., 0], grid_height, stretch_height)
+    columns = stretched_kernels(offset[..., 1], sigma[..., 1], grid_width, stretch_width)
+    return rows * weight[:, :, None, None], columns
+
+
+register_notrace_function(separable_mix)
+
+
+class SeparableMixer(nn.Module):
+    """SSoG token mixing: every head sums ``num_components`` separable Gaussians over the grid.
+
+    The kernels do not depend on the input: pass those of `kernels` to share them between calls, or leave them out to
+    have them built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`; the buffer
+    ``reference_grid`` is saved with them, so that a checkpoint keeps its scale at any resolution.
+
+    Raises:
+        ValueError: if an option is unknown, ``dim`` is not divisible by ``num_heads``, or a count is below one.
+    """
+
+    convex: Final[bool]
+    relative: Final[bool]
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_components: int = 4,
+        amplitude: str = "signed",
+        kernel_coords: str = "relative",
+        init_width: float = 0.72,
+        init_offset: float = 2.0,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        """Build the mixer.
+
+        Args:
+            dim: Channels.
+            num_heads: Heads, each with its own kernels.
+            grid_size: Reference grid (height, width), in cells.
+            num_components: Gaussians a head.
+            amplitude: ``"signed"`` (free weights) or ``"convex"`` (softmax of logits).
+            kernel_coords: ``"relative"`` (kernels stretch with the grid) or ``"cells"`` (their reach stays in cells).
+            init_width: Initial standard deviation, in cells, above `WIDTH_MIN`.
+            init_offset: Standard deviation of the initial offsets, in cells; cut off at half the grid.
+            proj_drop: Dropout rate after the output projection.
+        """
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        head_dim = _head_dim(dim, num_heads)
+        require_positive_int("num_components", num_components, "Every head needs a Gaussian to look through.")
+        require_choice("amplitude", amplitude, AMPLITUDES)
+        require_choice("kernel_coords", kernel_coords, KERNEL_COORDS)
+        if not init_width > WIDTH_MIN:
+            raise ValueError(f"init_width must be above {WIDTH_MIN} cells, the narrowest width, got {init_width!r}.")
+        if not init_offset >= 0:
+            raise ValueError(f"init_offset must be 0 or more cells, got {init_offset!r}.")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.convex = amplitude == "convex"
+        self.relative = kernel_coords == "relative"
+        self.init_width = init_width
+        self.init_offset = init_offset
+        self.grid_size = grid_size
+
+        self.offset = nn.Parameter(torch.empty(num_heads, num_components, 2, **dd))
+        self.width = nn.Parameter(torch.empty(num_heads, num_components, 2, **dd))
+        self.amplitude = nn.Parameter(torch.empty(num_heads, num_components, **dd))
+        self.register_buffer("reference_grid", torch.empty(2, device=device, dtype=torch.int64))
+        self.value = nn.Linear(dim, dim, bias=False, **dd)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the kernels: every component narrow, and within the grid for at least half of the cells."""
+        with torch.no_grad():
+            for axis, length in enumerate(self.grid_size):
+                reach = (length - 1) / 2
+                spread = min(self.init_offset, reach / 2)
+                if spread > 0:
+                    trunc_normal_(self.offset[..., axis], std=spread, a=-reach, b=reach)
+                else:
+                    nn.init.zeros_(self.offset[..., axis])
+                self.reference_grid[axis] = length
+            nn.init.constant_(self.width, math.log(math.expm1(self.init_width - WIDTH_MIN)))
+            nn.init.normal_(self.amplitude, std=0.0 if self.convex else self.amplitude.shape[1] ** -0.5)
+
+    def kernels(self, grid_height: int, grid_width: int) -> tuple[Tensor, Tensor]:
+        """The row and column kernels on a grid; see `mixing_kernels`."""
+        return mixing_kernels(
+            self.offset,
+            self.width,
+            self.amplitude,
+            self.reference_grid,
+            grid_height,
+            grid_width,
+            self.convex,
+            self.relative,
+        )
+
+    def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Mix tokens (batch, height, width, dim), with the given kernels or those of their grid."""
+        batch, height, width, dim = x.shape
+        if kernels is None:
+            kernels = self.kernels(height, width)
+        values = self.value(x).reshape(batch, height, width, self.num_heads, self.head_dim)
+        x = separable_mix(values, kernels[0], kernels[1]).reshape(batch, height, width, dim)
+        return self.proj_drop(self.proj(x))
+
+
+class AttentionMixer(nn.Module):
+    """The dense twin: multi-head self-attention over all tokens of the grid, with timm's switch for the fused kernel.
+
+    Raises:
+        ValueError: if ``dim`` is not divisible by ``num_heads``.
+    """
+
+    fused_attn: Final[bool]
+
+    def __init__(self, dim: int, num_heads: int, proj_drop: float = 0.0, device=None, dtype=None) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.num_heads = num_heads
+        self.head_dim = _head_dim(dim, num_heads)
+        self.fused_attn = use_fused_attn()
+        self.qkv = nn.Linear(dim, 3 * dim, **dd)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def kernels(self, grid_height: int, grid_width: int) -> tuple[Tensor, Tensor] | None:
+        """None: attention makes its kernels from the input."""
+        return None
+
+    def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Attend over tokens (batch, height, width, dim)."""
+        batch, height, width, dim = x.shape
+        qkv = self.qkv(x).reshape(batch, height * width, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        if self.fused_attn:
+            x = F.scaled_dot_product_attention(q, k, v)
+        else:
+            x = (q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1) @ v
+        x = x.transpose(1, 2).reshape(batch, height, width, dim)
+        return self.proj_drop(self.proj(x))
+
+
+class IdentityMixer(nn.Module):
+    """Value and output projection with nothing mixed between them: the speed ceiling of any mixer in benchmarks."""
+
+    def __init__(self, dim: int, proj_drop: float = 0.0, device=None, dtype=None) -> None:
+        super().__init__()
+        self.value = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def kernels(self, grid_height: int, grid_width: int) -> tuple[Tensor, Tensor] | None:
+        """None: nothing is mixed."""
+        return None
+
+    def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Project tokens (batch, height, width, dim), each on its own."""
+        return self.proj_drop(self.proj(self.value(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm block ``x + delta(x)``: a token mixer and an MLP, each with its own residual."""
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        dim: int,
+        mlp_ratio: float = 4.0,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        act_layer: type[nn.Module] = nn.GELU,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+        device=None,
+        dtype=None,
+    ) -> None:
+        """Build the block around a mixer.
+
+        Args:
+            mixer: Maps tokens (batch, height, width, dim) and optional kernels to tokens.
+            dim: Channels.
+            mlp_ratio: Hidden channels of the MLP over ``dim``.
+            proj_drop: Dropout rate within the MLP.
+            drop_path: Stochastic depth rate of both branches.
+            act_layer: Activation of the MLP.
+            norm_layer: Normalisation before each branch.
+        """
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm1 = norm_layer(dim, **dd)
+        self.mixer = mixer
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+        self.norm2 = norm_layer(dim, **dd)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def delta(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """What the block adds to its input; the right-hand side of the continuous model (DESIGN.md, section 2)."""
+        mixed = self.drop_path1(self.mixer(self.norm1(x), kernels))
+        return mixed + self.drop_path2(self.mlp(self.norm2(x + mixed)))
+
+    def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Apply the block to tokens (batch, height, width, dim), with the given kernels or those of their grid."""
+        return x + self.delta(x, kernels)
+
+
+def _head_dim(dim: int, num_heads: int) -> int:
+    require_positive_int("embed_dim", dim)
+    require_positive_int("num_heads", num_heads)
+    if dim % num_heads:
+        raise ValueError(
+            f"embed_dim must be divisible by num_heads, got embed_dim={dim} and num_heads={num_heads}; "
+            f"embed_dim={dim // num_heads * num_heads or num_heads} or {(dim // num_heads + 1) * num_heads} would do."
+        )
+    return dim // num_heads

@@ -1,0 +1,48 @@
+"""Axis kernels: one Gaussian along one axis of the token grid, as a row-stochastic matrix."""
+
+import torch
+from torch import Tensor
+
+
+def axis_kernels(
+    offset: Tensor,
+    width: Tensor,
+    length: int,
+    reference_length: float | None = None,
+) -> Tensor:
+    """Kernels of Gaussian components along an axis: entry (i, j) is the weight with which cell i looks at cell j.
+
+    Row i is the softmax over j of ``-((j - i) / s - offset)^2 / (2 width^2)`` with the stretch
+    ``s = length / reference_length`` (DESIGN.md, section 1). Built in float32, or in float64 for float64 parameters.
+
+    Args:
+        offset: (...) displacement of the component's centre, in cells of the reference grid.
+        width: (...) standard deviation, in cells of the reference grid, positive.
+        length: Cells along the axis.
+        reference_length: Cells along the axis of the reference grid; ``length`` itself if omitted, so no stretch.
+
+    Returns:
+        (..., length, length), each row non-negative and summing to one.
+
+    Raises:
+        ValueError: if the shapes differ or a length is below one.
+    """
+    if offset.shape != width.shape:
+        raise ValueError(f"offset and width must have one shape, got {tuple(offset.shape)} and {tuple(width.shape)}.")
+    reference_length = length if reference_length is None else reference_length
+    if length < 1 or reference_length <= 0:
+        raise ValueError(
+            f"An axis needs at least one cell, got length={length} and reference_length={reference_length}."
+        )
+    stretch = torch.full((), length / reference_length, device=offset.device)
+    return stretched_kernels(offset, width, length, stretch)
+
+
+def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tensor) -> Tensor:
+    """Axis kernels for a stretch held in a tensor, so that nothing waits for the device; see `axis_kernels`."""
+    if offset.dtype != torch.float64:
+        offset, width = offset.float(), width.float()
+    cells = torch.arange(length, device=offset.device, dtype=offset.dtype)
+    displacement = (cells - cells[:, None]) / stretch.to(offset.dtype)
+    z = (displacement - offset[..., None, None]) / width[..., None, None]
+    return torch.softmax(-0.5 * z * z, dim=-1)
