@@ -25,3 +25,21 @@ def require_positive_int(name: str, value: object, hint: str = "") -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.{' ' + hint if hint else ''}")
+
+
+class SolveError(RuntimeError):
+    """A solve of the ODE that could not go on; says how far it came and what to change.
+
+    Attributes:
+        time: Time reached, in units of depth.
+        evaluations: Evaluations of the velocity until then.
+    """
+
+    def __init__(self, problem: str, time: float, evaluations: int, remedy: str) -> None:
+        super().__init__(problem, time, evaluations, remedy)
+        self.time = time
+        self.evaluations = evaluations
+
+    def __str__(self) -> str:
+        problem, time, evaluations, remedy = self.args
+        return f"{problem}, at time {time:.6g} after {evaluations} evaluations of the velocity. {remedy}"

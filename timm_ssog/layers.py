@@ -4,8 +4,10 @@ Tokens travel as (batch, height, width, channels), so the grid is always known a
 """
 
 import math
+from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, trunc_normal_, use_fused_attn
 from timm.models import register_notrace_function
@@ -24,6 +26,7 @@ WIDTH_MIN = 0.25
 """Narrowest standard deviation of a component, in cells of the reference grid."""
 
 
+@torch.fx.wrap  # the looped and continuous models call it before any module of this file is traced
 @register_notrace_function
 def mixing_kernels(
     offset: Tensor,
@@ -82,6 +85,7 @@ class SeparableMixer(nn.Module):
 
     convex: Final[bool]
     relative: Final[bool]
+    reference_grid: Tensor
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class SeparableMixer(nn.Module):
             proj_drop: Dropout rate after the output projection.
         """
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
         head_dim = _head_dim(dim, num_heads)
         require_positive_int("num_components", num_components, "Every head needs a Gaussian to look through.")
         require_choice("amplitude", amplitude, AMPLITUDES)
@@ -185,7 +189,7 @@ class AttentionMixer(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, proj_drop: float = 0.0, device=None, dtype=None) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = _head_dim(dim, num_heads)
         self.fused_attn = use_fused_attn()
@@ -228,6 +232,39 @@ class IdentityMixer(nn.Module):
         return self.proj_drop(self.proj(self.value(x)))
 
 
+class CentreNorm(nn.Module):
+    """Centring norm ``d / (d - 1) * (x - mean) * weight + bias`` over the last of the dimensions, of d channels.
+
+    The norm of LipsFormer (CenterNorm; Qi et al., ICLR 2023): an affine map, so unlike LayerNorm it has a global
+    Lipschitz constant of the order of one. Centring is an orthogonal projection P, and the constant is the spectral
+    norm of ``d / (d - 1) * diag(weight) * P``: at most ``d / (d - 1) * max|weight|``, and exactly that wherever two
+    channels share the largest ``|weight|``, as they do at initialisation.
+
+    Raises:
+        ValueError: if there are fewer than two channels.
+    """
+
+    scale: Final[float]
+
+    def __init__(self, dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        if dim < 2:
+            raise ValueError(f"CentreNorm needs at least 2 channels, of which one is centred away, got dim={dim}.")
+        self.scale = dim / (dim - 1)
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Centre every vector of the last dimension."""
+        return self.scale * (x - x.mean(-1, keepdim=True)) * self.weight + self.bias
+
+
 class Block(nn.Module):
     """Pre-norm block ``x + delta(x)``: a token mixer and an MLP, each with its own residual."""
 
@@ -255,7 +292,7 @@ class Block(nn.Module):
             norm_layer: Normalisation before each branch.
         """
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm1 = norm_layer(dim, **dd)
         self.mixer = mixer
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
@@ -263,14 +300,39 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-    def delta(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """What the block adds to its input; the right-hand side of the continuous model (DESIGN.md, section 2)."""
-        mixed = self.drop_path1(self.mixer(self.norm1(x), kernels))
-        return mixed + self.drop_path2(self.mlp(self.norm2(x + mixed)))
+    def delta(
+        self,
+        x: Tensor,
+        kernels: tuple[Tensor, Tensor] | None = None,
+        modulation: Tensor | None = None,
+    ) -> Tensor:
+        """What the block adds to its input; the velocity of the continuous model (DESIGN.md, section 2).
 
-    def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Apply the block to tokens (batch, height, width, dim), with the given kernels or those of their grid."""
-        return x + self.delta(x, kernels)
+        Args:
+            x: Tokens (batch, height, width, dim).
+            kernels: Kernels of the mixer on this grid, to share them between calls; built if omitted.
+            modulation: (4, dim), scale and shift of the first norm's output, then of the second's; a scale of 0 and a
+                shift of 0 change nothing. It gives a shared block norms of its own in every loop.
+        """
+        normed = self.norm1(x)
+        if modulation is not None:
+            normed = normed * (1 + modulation[0]) + modulation[1]
+        mixed = self.drop_path1(self.mixer(normed, kernels))
+        normed = self.norm2(x + mixed)
+        if modulation is not None:
+            normed = normed * (1 + modulation[2]) + modulation[3]
+        return mixed + self.drop_path2(self.mlp(normed))
+
+    def forward(
+        self,
+        x: Tensor,
+        kernels: tuple[Tensor, Tensor] | None = None,
+        modulation: Tensor | None = None,
+        residual: bool = True,
+    ) -> Tensor:
+        """Apply the block to tokens (batch, height, width, dim); `delta` alone where ``residual`` is False."""
+        delta = self.delta(x, kernels, modulation)
+        return x + delta if residual else delta
 
 
 def _head_dim(dim: int, num_heads: int) -> int:

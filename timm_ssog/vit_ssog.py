@@ -4,6 +4,7 @@ Source: 'Beyond Quadratic Attention: Separable Gaussian Operators for ODE Vision
 The operator is defined in `timm_ssog.ops`, the block in `timm_ssog.layers`.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,17 @@ from timm.layers import (
     LayerType,
     PatchEmbed,
     calculate_drop_path_rates,
+    drop_path,
     get_act_layer,
     get_norm_layer,
     global_pool_nlc,
     resample_abs_pos_embed_nhwc,
     resample_patch_embed,
-    to_2tuple,
     trunc_normal_,
 )
 from timm.models import (
     build_model_with_cfg,
     checkpoint,
-    checkpoint_seq,
     generate_default_cfgs,
     named_apply,
     register_model,
@@ -35,10 +35,19 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.jit import Final
 
+from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import require_choice, require_positive_int
 from timm_ssog.layers import MIXERS, AttentionMixer, Block, IdentityMixer, SeparableMixer
+from timm_ssog.ode import (
+    ADAPTIVE_SOLVERS,
+    PER_SAMPLE_SOLVERS,
+    SolveTrace,
+    solve_adaptive,
+    solve_fixed_adjoint,
+    solve_per_sample,
+)
 
-__all__ = ["VitSsog"]  # register_model adds each entrypoint
+__all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 
@@ -60,6 +69,12 @@ def check_image(x: Tensor, in_chans: int, patch_height: int, patch_width: int, p
             f"x {width}: resize them, or create the model with dynamic_img_pad=True."
         )
     return x
+
+
+@register_notrace_function
+def as_state(x: Tensor) -> Tensor:
+    """Tokens as the state of a looped or continuous model: in float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class VitSsog(nn.Module):
@@ -138,20 +153,20 @@ class VitSsog(nn.Module):
             act_layer: Activation of the MLPs, GELU by default.
         """
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
         require_choice("mixer", mixer, MIXERS)
         require_choice("pos_embed", pos_embed, ("learn", "none", ""))
         require_positive_int("depth", depth)
         _require_no_prefix(class_token, reg_tokens)
         _require_pool(global_pool)
-        image, patch = to_2tuple(img_size), to_2tuple(patch_size)
+        image, patch = _pair(img_size), _pair(patch_size)
         grid_size = (image[0] // patch[0], image[1] // patch[1])
         if min(grid_size) < 1:
             raise ValueError(
                 f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
             )
-        norm_layer = get_norm_layer(norm_layer) or LayerNorm
-        act_layer = get_act_layer(act_layer) or nn.GELU
+        norm: Any = get_norm_layer(norm_layer) or LayerNorm
+        act: Any = get_act_layer(act_layer) or nn.GELU
 
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -162,8 +177,8 @@ class VitSsog(nn.Module):
         self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(
-            img_size=img_size,
-            patch_size=patch_size,
+            img_size=image,
+            patch_size=patch,  # type: ignore[arg-type]  (timm takes a pair)
             in_chans=in_chans,
             embed_dim=embed_dim,
             output_fmt="NHWC",
@@ -175,7 +190,7 @@ class VitSsog(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
         if mixer == "ssog":
-            mixer_layer = partial(
+            mixer_layer: Any = partial(
                 SeparableMixer,
                 num_heads=num_heads,
                 grid_size=grid_size,
@@ -197,27 +212,24 @@ class VitSsog(nn.Module):
                     mlp_ratio=mlp_ratio,
                     proj_drop=proj_drop_rate,
                     drop_path=rate,
-                    act_layer=act_layer,
-                    norm_layer=norm_layer,
+                    act_layer=act,
+                    norm_layer=norm,
                     **dd,
                 )
-                for rate in calculate_drop_path_rates(drop_path_rate, depth)
+                for rate in _drop_path_rates(drop_path_rate, depth)
             ]
         )
-        reduction = self.patch_embed.feat_ratio()
-        self.feature_info = [
-            {"module": f"blocks.{index}", "num_chs": embed_dim, "reduction": reduction} for index in range(depth)
-        ]
+        self._set_steps([{"module": f"blocks.{index}"} for index in range(depth)])
 
-        self.norm = nn.Identity() if fc_norm else norm_layer(embed_dim, **dd)
-        self.fc_norm = norm_layer(embed_dim, **dd) if fc_norm else nn.Identity()
+        self.norm = nn.Identity() if fc_norm else norm(embed_dim, **dd)
+        self.fc_norm = norm(embed_dim, **dd) if fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
 
         self.register_load_state_dict_pre_hook(_require_finite)
         self.init_weights(needs_reset=False)
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialise all weights.
 
@@ -228,29 +240,29 @@ class VitSsog(nn.Module):
             trunc_normal_(self.pos_embed, std=0.02)
         named_apply(partial(_init_weights, needs_reset=needs_reset), self)
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are positions and scales, not weights."""
         kernel_parameters = ("mixer.offset", "mixer.width", "mixer.amplitude")
         names = {name for name, _ in self.named_parameters() if name.endswith(kernel_parameters)}
         return names | {"pos_embed"}
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer decay."""
         return {"stem": r"^pos_embed|patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only each block's input for the backward pass and compute the rest anew."""
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def get_classifier(self) -> nn.Module:
         """The classifier head."""
         return self.head
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a new one, and the pooling where given.
 
@@ -269,7 +281,7 @@ class VitSsog(nn.Module):
         )
         self.head.train(self.training)
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def set_input_size(
         self,
         img_size: int | tuple[int, int] | None = None,
@@ -286,8 +298,8 @@ class VitSsog(nn.Module):
         Raises:
             ValueError: if the image is smaller than a patch.
         """
-        image = to_2tuple(img_size) if img_size is not None else self.patch_embed.img_size
-        patch = to_2tuple(patch_size) if patch_size is not None else self.patch_embed.patch_size
+        image = _pair(img_size) if img_size is not None else _pair(self.patch_embed.img_size)
+        patch = _pair(patch_size) if patch_size is not None else _pair(self.patch_embed.patch_size)
         if image[0] < patch[0] or image[1] < patch[1]:
             raise ValueError(
                 f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
@@ -307,13 +319,40 @@ class VitSsog(nn.Module):
 
     def _embed(self, x: Tensor) -> Tensor:
         patch_height, patch_width = self.patch_embed.patch_size
-        x = check_image(x, self.in_chans, patch_height, patch_width, self.patch_embed.dynamic_img_pad)
+        pad = self.patch_embed.dynamic_img_pad
+        x = check_image(x, self.in_chans, patch_height, patch_width, pad)  # type: ignore[arg-type]
         # the blocks keep the memory layout of their input: without the copy all of them would run on strided tokens
         x = self.patch_embed(x).contiguous()
         if self.pos_embed is not None:
             _, height, width, _ = x.shape
-            x = x + resample_abs_pos_embed_nhwc(self.pos_embed, (height, width))
+            x = x + resample_abs_pos_embed_nhwc(self.pos_embed, [height, width])
         return self.pos_drop(x)
+
+    @torch.jit.ignore()
+    def _set_steps(self, steps: list[dict[str, Any]]) -> None:
+        """Describe the steps of depth, each of which can be tapped for features."""
+        self.num_steps = len(steps)
+        shared = {"num_chs": self.embed_dim, "reduction": self.patch_embed.feat_ratio()}
+        self.feature_info = [{**step, **shared} for step in steps]
+
+    @torch.jit.ignore()
+    def _truncate(self, steps: int) -> None:
+        """Drop all depth behind the first ``steps`` steps."""
+        self.blocks = self.blocks[:steps]
+        self._set_steps([{"module": f"blocks.{index}"} for index in range(steps)])
+
+    def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        """Run the first ``stop`` steps of depth on tokens; return the last state and those behind ``taps``."""
+        states: list[Tensor] = []
+        for index, block in enumerate(self.blocks):
+            if index < stop:
+                if self.grad_checkpointing and not torch.jit.is_scripting():
+                    x = checkpoint(block, x)
+                else:
+                    x = block(x)
+                if index in taps:
+                    states.append(x)
+        return x, states
 
     def forward_intermediates(
         self,
@@ -326,14 +365,14 @@ class VitSsog(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]] | dict[str, Any]:
-        """Features after the final norm, and the tokens behind each chosen block.
+        """Features after the final norm, and the tokens behind each chosen step of depth: a block, a loop or a time.
 
         Args:
             x: Images (batch, in_chans, height, width).
-            indices: The last n blocks if an int, these blocks if a list, all if None.
+            indices: The last n steps if an int, these steps if a list, all if None.
             return_prefix_tokens: There are none; accepted as in timm's other transformers.
             norm: Apply the final norm to the intermediates too.
-            stop_early: Do not run blocks behind the last one asked for.
+            stop_early: Do not go deeper than the last step asked for.
             output_fmt: ``"NCHW"`` or ``"NLC"``.
             intermediates_only: Return only the intermediates.
             output_dict: Return a dict with ``image_features`` and ``image_intermediates``.
@@ -345,17 +384,14 @@ class VitSsog(nn.Module):
             ValueError: if the output format is unknown.
         """
         require_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
-        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        x = self._embed(x)
-        blocks = self.blocks[: max_index + 1] if stop_early else self.blocks
+        take_indices, max_index = feature_take_indices(self.num_steps, indices)
+        x, states = self._evolve(self._embed(x), take_indices, max_index + 1 if stop_early else self.num_steps)
         intermediates = []
-        for index, block in enumerate(blocks):
-            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-            if index in take_indices:
-                taken = self.norm(x) if norm else x
-                intermediates.append(
-                    taken.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken.flatten(1, 2)
-                )
+        for state in states:
+            taken = self.norm(state) if norm else state
+            intermediates.append(
+                taken.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken.flatten(1, 2)
+            )
         if intermediates_only and not output_dict:
             return intermediates
         if output_dict:
@@ -365,7 +401,7 @@ class VitSsog(nn.Module):
             return result
         return self.norm(x).flatten(1, 2), intermediates
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def prune_intermediate_layers(
         self,
         indices: int | list[int] = 1,
@@ -377,8 +413,8 @@ class VitSsog(nn.Module):
         Returns:
             Indices of the blocks taken.
         """
-        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[: max_index + 1]
+        take_indices, max_index = feature_take_indices(self.num_steps, indices)
+        self._truncate(max_index + 1)
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
@@ -386,7 +422,7 @@ class VitSsog(nn.Module):
             self.reset_classifier(0, "")
         return take_indices
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def get_intermediate_layers(
         self,
         x: Tensor,
@@ -395,7 +431,7 @@ class VitSsog(nn.Module):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Tensor]:
-        """Tokens behind the chosen blocks, in DINO's interface; `forward_intermediates` says more."""
+        """Tokens behind the chosen steps, in DINO's interface; `forward_intermediates` says more."""
         return self.forward_intermediates(  # type: ignore[return-value]
             x,
             n if isinstance(n, int) else list(n),
@@ -407,11 +443,8 @@ class VitSsog(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Map images to tokens (batch, tokens, embed_dim) behind the final norm."""
-        x = self._embed(x)
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.blocks, x)
-        else:
-            x = self.blocks(x)
+        none: list[int] = []
+        x, _ = self._evolve(self._embed(x), none, self.num_steps)
         return self.norm(x).flatten(1, 2)
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
@@ -426,6 +459,416 @@ class VitSsog(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, in_chans, height, width) to logits (batch, num_classes)."""
         return self.forward_head(self.forward_features(x))
+
+
+class LoopedVitSsog(VitSsog):
+    """The same ``depth`` blocks applied ``loops`` times over, ``depth x loops`` in all (DESIGN.md, section 2).
+
+    One block looped L times is Euler's method with step 1 on the continuous model, bit for bit: the two share their
+    checkpoints. Feature taps are loops. A forward hook on a block fires once per loop and sees what the block adds.
+
+    Raises:
+        ValueError: as `VitSsog`, and if ``loops`` is below one or ``input_injection`` unknown.
+    """
+
+    def __init__(
+        self,
+        depth: int = 1,
+        loops: int = 12,
+        loop_norms: bool = False,
+        loop_embed: bool = False,
+        input_injection: str = "none",
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs: Any,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            depth: Distinct blocks.
+            loops: Times that they are repeated.
+            loop_norms: Give every loop norms of its own (a learned scale and shift behind the shared ones, zero at
+                first; MiniViT, arXiv 2204.07154, found shared norms to be what destabilises shared blocks).
+            loop_embed: Add a learned embedding to the tokens before every loop, zero at first.
+            input_injection: ``"add"`` adds the embedded image to the tokens before every loop, ``"none"`` does not.
+            drop_path_rate: Stochastic depth rate of the last loop, rising linearly from 0.
+            **kwargs: Arguments of `VitSsog`.
+        """
+        require_positive_int("loops", loops)
+        require_choice("input_injection", input_injection, ("none", "add"))
+        super().__init__(depth=depth, device=device, dtype=dtype, **kwargs)
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.inject_input = input_injection == "add"
+        self.drop_path_rate = drop_path_rate
+        self.trained_loops = loops
+        self.loop_modulation = nn.Parameter(torch.zeros(loops, depth, 4, self.embed_dim, **dd)) if loop_norms else None
+        self.loop_embed = nn.Parameter(torch.zeros(loops, self.embed_dim, **dd)) if loop_embed else None
+        self.set_loops(loops)
+
+    @torch.jit.ignore()
+    def set_loops(self, loops: int) -> None:
+        """Change the number of loops of a model, without touching its weights.
+
+        Fewer loops are the first ones. Loops beyond those the model was built with use the norms and the embedding of
+        the last of those, where it has any.
+
+        Raises:
+            ValueError: if ``loops`` is below one.
+        """
+        require_positive_int("loops", loops)
+        self.drop_path_rates = _drop_path_rates(self.drop_path_rate, loops)
+        self._set_steps([{"module": f"blocks.{len(self.blocks) - 1}", "loop": loop + 1} for loop in range(loops)])
+
+    @property
+    def loops(self) -> int:
+        """Times that the blocks are repeated."""
+        return self.num_steps
+
+    @torch.jit.ignore()
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise all weights; see `VitSsog.init_weights`."""
+        super().init_weights(needs_reset)
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("loop_"):
+                nn.init.zeros_(parameter)
+
+    @torch.jit.ignore()
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are positions and scales, not weights."""
+        own = {name for name, _ in self.named_parameters(recurse=False) if name.startswith("loop_")}
+        return super().no_weight_decay() | own
+
+    @torch.jit.ignore()
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that group parameters by depth, for layer decay."""
+        return {
+            "stem": r"^pos_embed|patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm", (99999,))],
+        }
+
+    @torch.jit.ignore()
+    def _truncate(self, steps: int) -> None:
+        self.set_loops(steps)
+        self.trained_loops = min(steps, self.trained_loops)
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if name.startswith("loop_"):
+                kept = parameter.detach()[: self.trained_loops].clone()
+                setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+
+    def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        _, height, width, _ = x.shape
+        dtype = x.dtype
+        first = as_state(x)
+        state = first
+        states: list[Tensor] = []
+        kernels: list[tuple[Tensor, Tensor] | None] = []
+        for block in self.blocks:
+            kernels.append(block.mixer.kernels(height, width))
+        for loop in range(stop):
+            trained = min(loop, self.trained_loops - 1)
+            if self.loop_embed is not None:
+                state = state + self.loop_embed[trained]
+            if self.inject_input:
+                state = state + first
+            state = self._apply_blocks(state, kernels, trained, self.drop_path_rates[loop], dtype)
+            if loop in taps:
+                states.append(state.to(dtype))
+        return state.to(dtype), states
+
+    def _apply_blocks(
+        self,
+        state: Tensor,
+        kernels: list[tuple[Tensor, Tensor] | None],
+        trained_loop: int,
+        drop_path_rate: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            modulation = self.loop_modulation[trained_loop, index] if self.loop_modulation is not None else None
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                delta = checkpoint(block, state.to(dtype), kernels[index], modulation, False)
+            else:
+                delta = block(state.to(dtype), kernels[index], modulation, False)
+            if self.training and drop_path_rate > 0.0:
+                delta = drop_path(delta, drop_path_rate, self.training)
+            state = advance(state, [delta], [1.0], 1.0)
+        return state
+
+
+class OdeVitSsog(VitSsog):
+    """Continuous depth: ``dx/dt = delta(x)``, from the embedded image at t = 0 to t = ``horizon``.
+
+    With several blocks the velocity is piecewise constant in t, each block in force for an equal part (DESIGN.md,
+    section 3). The state is kept in float32, the velocity runs in the model's or autocast's dtype. Feature taps are the
+    ends of ``solver_steps`` equal intervals, whatever the solver. A forward hook on a block fires once per solver stage
+    and sees the velocity.
+
+    Raises:
+        ValueError: as `VitSsog`, and if a solver setting is unknown, out of range or does not go with another.
+    """
+
+    stages: list[list[float]]
+    weights: list[float]
+    solver: str
+    rtol: float
+    atol: float
+    adjoint: bool
+    per_sample: bool
+    max_evaluations: int
+
+    def __init__(
+        self,
+        depth: int = 1,
+        horizon: float = 12.0,
+        solver: str = "rk4",
+        solver_steps: int = 3,
+        rtol: float = 1e-3,
+        atol: float = 1e-3,
+        adjoint: bool = False,
+        per_sample: bool = False,
+        max_evaluations: int = 1000,
+        jitter: bool = False,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            depth: Distinct blocks.
+            horizon: End of the time interval; a horizon of 12 is as deep as 12 blocks.
+            solver: A fixed-step method (``"euler"``, ``"midpoint"``, ``"heun"``, ``"rk4"``) or an adaptive one
+                (``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``).
+            solver_steps: Steps of a fixed-step method over the horizon; for adaptive ones just the feature taps.
+            rtol: Relative tolerance of an adaptive method.
+            atol: Absolute tolerance of an adaptive method.
+            adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps.
+            per_sample: Step every image by itself, so that no prediction depends on batch-mates (adaptive only).
+            max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
+            jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
+            proj_drop_rate: Only 0 is possible; here so that asking for dropout says why.
+            drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
+            **kwargs: Arguments of `VitSsog`.
+        """
+        if proj_drop_rate:
+            raise ValueError(
+                f"A continuous model has no dropout in its velocity, got proj_drop_rate={proj_drop_rate}: every solver "
+                f"stage would see another velocity and no solver could converge. Use drop_path_rate, whose mask is "
+                f"shared by the stages of a step."
+            )
+        if not 0 < horizon < math.inf:
+            raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
+        if drop_path_rate > 0.0 and solver in ADAPTIVE_SOLVERS:
+            raise ValueError(_drop_path_message(drop_path_rate, solver))
+        super().__init__(depth=depth, **kwargs)
+        self.horizon = float(horizon)
+        self.block_span = self.horizon / depth
+        self.drop_path_rate = drop_path_rate
+        self.jitter = jitter
+        self.set_solver(solver, solver_steps, rtol, atol, adjoint, per_sample, max_evaluations)
+
+    @torch.jit.ignore()
+    def set_solver(
+        self,
+        solver: str | None = None,
+        solver_steps: int | None = None,
+        rtol: float | None = None,
+        atol: float | None = None,
+        adjoint: bool | None = None,
+        per_sample: bool | None = None,
+        max_evaluations: int | None = None,
+    ) -> None:
+        """Change how the model is solved, without touching its weights; what is left out stays as it is.
+
+        Arguments as those of the class.
+
+        Raises:
+            ValueError: as the class; the settings are then left as they were.
+        """
+        settings = {
+            "solver": self.solver if solver is None else solver,
+            "solver_steps": self.num_steps if solver_steps is None else solver_steps,
+            "rtol": self.rtol if rtol is None else rtol,
+            "atol": self.atol if atol is None else atol,
+            "adjoint": self.adjoint if adjoint is None else adjoint,
+            "per_sample": self.per_sample if per_sample is None else per_sample,
+            "max_evaluations": self.max_evaluations if max_evaluations is None else max_evaluations,
+        }
+        _check_solver(**settings)
+        steps = settings.pop("solver_steps")
+        is_fixed_step = settings["solver"] in TABLEAUS
+        steps_per_block = steps * self.block_span / self.horizon
+        if is_fixed_step and len(self.blocks) > 1 and abs(steps_per_block - round(steps_per_block)) > 1e-6:
+            raise ValueError(
+                f"solver_steps must give every one of the {len(self.blocks)} blocks a whole number of steps, got "
+                f"{steps}: use a multiple of {len(self.blocks)}."
+            )
+        for name, value in settings.items():
+            setattr(self, name, value)
+        self.is_fixed_step = is_fixed_step
+        self.stages, self.weights, _ = TABLEAUS[self.solver if is_fixed_step else "euler"]
+        self.step_size = self.horizon / steps
+        self.steps_per_block = steps if len(self.blocks) == 1 else max(round(steps_per_block), 1)
+        self.drop_path_rates = _drop_path_rates(self.drop_path_rate, steps)
+        self._set_steps([self._describe_step(index) for index in range(steps)])
+
+    @torch.jit.ignore()
+    def _describe_step(self, index: int) -> dict[str, Any]:
+        block = min(int(index * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
+        return {"module": f"blocks.{block}", "time": (index + 1) * self.step_size}
+
+    @torch.jit.ignore()
+    def _truncate(self, steps: int) -> None:
+        self.horizon = steps * self.step_size
+        self.blocks = self.blocks[: math.ceil(self.horizon / self.block_span - 1e-6)]
+        self.drop_path_rates = self.drop_path_rates[:steps]
+        self._set_steps([self._describe_step(index) for index in range(steps)])
+
+    def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        if not torch.jit.is_scripting():
+            if self.adjoint or not self.is_fixed_step:
+                return self._solve(x, taps, stop)
+        elif not self.is_fixed_step:
+            raise RuntimeError("An adaptive solver can't be scripted: set_solver('rk4') or another fixed-step method.")
+        _, height, width, _ = x.shape
+        dtype = x.dtype
+        state = as_state(x)
+        states: list[Tensor] = []
+        for index, block in enumerate(self.blocks):
+            kernels = block.mixer.kernels(height, width)
+            first = index * self.steps_per_block
+            steps = min(self.steps_per_block, stop - first)
+            phase: Tensor | None = None
+            if self.jitter and self.training and steps > 0:
+                phase = torch.rand([1], device=state.device)  # the first step is cut short, and one more ends the grid
+                steps += 1
+            for step in range(steps):
+                number = first + min(step, self.steps_per_block - 1)
+                speed = self._random_speed(state, self.drop_path_rates[number], phase, step == 0, step == steps - 1)
+                slopes: list[Tensor] = []
+                for stage in self.stages:
+                    at = advance(state, slopes, stage, self.step_size).to(dtype)
+                    if self.grad_checkpointing and not torch.jit.is_scripting():
+                        slope = checkpoint(block, at, kernels, None, False)
+                    else:
+                        slope = block(at, kernels, None, False)
+                    slopes.append(slope if speed is None else slope * speed)
+                state = advance(state, slopes, self.weights, self.step_size)
+                if number in taps and (phase is None or step < steps - 1):
+                    states.append(state.to(dtype))
+        return state.to(dtype), states
+
+    def _random_speed(
+        self, state: Tensor, drop_path_rate: float, phase: Tensor | None, is_first: bool, is_last: bool
+    ) -> Tensor | None:
+        """What training multiplies all slopes of a step by: its share of a jittered grid and its stochastic depth."""
+        speed: Tensor | None = None
+        if phase is not None:
+            if is_first:
+                speed = phase
+            elif is_last:
+                speed = 1 - phase
+        if self.training and drop_path_rate > 0.0:
+            kept = drop_path(torch.ones([state.shape[0], 1, 1, 1], device=state.device), drop_path_rate, True)
+            speed = kept if speed is None else speed * kept
+        return speed
+
+    @torch.jit.unused
+    def _solve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        state, states, _ = self._solve_traced(x, taps, stop)
+        return state, states
+
+    @torch.jit.unused
+    def _solve_traced(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
+        """Solve by `timm_ssog.ode`, one block's part of the horizon after the other."""
+        if self.training and self.drop_path_rate > 0.0 and not self.is_fixed_step:
+            raise ValueError(_drop_path_message(self.drop_path_rate, self.solver))
+        _, height, width, _ = x.shape
+        dtype = x.dtype
+        state = as_state(x)
+        states, traces = [], []
+        for index, block in enumerate(self.blocks):
+            start, last = index * self.block_span, min((index + 1) * self.block_span, stop * self.step_size)
+            ends = [step for step in range(stop) if start + 1e-6 < (step + 1) * self.step_size < last - 1e-6]
+            if last <= start:
+                break
+            times = [start, *((step + 1) * self.step_size for step in ends), last]
+            kernels = block.mixer.kernels(height, width)
+            solved, trace = self._solve_block(block, state, kernels, times, dtype)  # type: ignore[arg-type]
+            traces.append(trace)
+            state = solved[-1]
+            at = {**dict(zip(ends, solved, strict=False)), round(last / self.step_size) - 1: state}
+            states.extend(tensor.to(dtype) for step, tensor in sorted(at.items()) if step in taps)
+        return state.to(dtype), states, traces
+
+    @torch.jit.unused
+    def _solve_block(
+        self, block: Block, state: Tensor, kernels: tuple[Tensor, Tensor] | None, times: list[float], dtype: torch.dtype
+    ) -> tuple[list[Tensor], SolveTrace]:
+        def velocity(at: Tensor) -> Tensor:
+            if self.grad_checkpointing:
+                slope = checkpoint(block, at.to(dtype), kernels, None, False)
+            else:
+                slope = block(at.to(dtype), kernels, None, False)
+            return slope.to(at.dtype)
+
+        parameters = None
+        if self.adjoint:
+            # the kernels are functions of these three: passing both would count their gradient twice
+            behind_kernels = () if kernels is None else ("mixer.offset", "mixer.width", "mixer.amplitude")
+            weights = [p for name, p in block.named_parameters() if not name.endswith(behind_kernels)]
+            parameters = [p for p in (*weights, *(kernels or ())) if p.requires_grad]
+        if self.is_fixed_step:
+            return solve_fixed_adjoint(velocity, state, times, self.solver, self.step_size, parameters or [])
+        tolerances = (self.solver, self.rtol, self.atol, self.max_evaluations)
+        if self.per_sample:
+            return solve_per_sample(velocity, state, times, *tolerances)
+        return solve_adaptive(velocity, state, times, *tolerances, parameters=parameters)
+
+
+def _check_solver(
+    solver: str,
+    solver_steps: int,
+    rtol: float,
+    atol: float,
+    adjoint: bool,
+    per_sample: bool,
+    max_evaluations: int,
+) -> None:
+    require_choice("solver", solver, (*TABLEAUS, *ADAPTIVE_SOLVERS))
+    require_positive_int("solver_steps", solver_steps)
+    require_positive_int("max_evaluations", max_evaluations)
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not 0 < tolerance < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {tolerance!r}.")
+    if per_sample and solver not in PER_SAMPLE_SOLVERS:
+        raise ValueError(
+            f"per_sample needs one of the solvers {', '.join(map(repr, PER_SAMPLE_SOLVERS))}, got {solver!r}; a "
+            f"fixed-step method treats every image by itself as it is."
+        )
+    if per_sample and adjoint:
+        raise ValueError(
+            "adjoint and per_sample don't go together: the adjoint equation of a batch has one clock, per_sample has "
+            "one an image. Choose one of them."
+        )
+
+
+def _drop_path_message(rate: float, solver: str) -> str:
+    return (
+        f"drop_path needs a fixed-step solver, whose stages share a mask, got drop_path_rate={rate} with {solver!r}: "
+        f"with an adaptive one the velocity would change from stage to stage and no step would be accepted. Set "
+        f"drop_path_rate=0 or solver={tuple(TABLEAUS)[-1]!r}."
+    )
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _drop_path_rates(rate: float, steps: int) -> list[float]:
+    """Stochastic depth rates that rise linearly from 0 to ``rate``."""
+    return [float(step_rate) for step_rate in calculate_drop_path_rates(rate, steps)]  # type: ignore[arg-type]
 
 
 def _require_pool(global_pool: str) -> None:
@@ -482,7 +925,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VitSsog) -> dict[str
     out = {}
     for name, tensor in state_dict.items():
         if name == "patch_embed.proj.weight" and tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
-            tensor = resample_patch_embed(tensor, list(model.patch_embed.patch_size), verbose=True)
+            tensor = resample_patch_embed(tensor, list(_pair(model.patch_embed.patch_size)), verbose=True)
         elif name == "pos_embed" and model.pos_embed is not None and tensor.dim() == 4:
             tensor = resample_abs_pos_embed_nhwc(tensor, list(model.pos_embed.shape[1:3]), verbose=True)
         out[name] = tensor
@@ -512,14 +955,22 @@ default_cfgs = generate_default_cfgs(
         "vit_ssog_tiny.untrained": _cfg(),
         "vit_ssog_small.untrained": _cfg(),
         "vit_ssog_base.untrained": _cfg(),
+        "vit_ssog_tiny_looped.untrained": _cfg(),
+        "vit_ssog_small_looped.untrained": _cfg(),
+        "vit_ssog_base_looped.untrained": _cfg(),
+        "vit_ssog_tiny_ode.untrained": _cfg(),
+        "vit_ssog_small_ode.untrained": _cfg(),
+        "vit_ssog_base_ode.untrained": _cfg(),
     }
 )
 
 
-def _create_vit_ssog(variant: str, pretrained: bool = False, **kwargs: Any) -> VitSsog:
+def _create_vit_ssog(
+    variant: str, pretrained: bool = False, model_cls: type[VitSsog] = VitSsog, **kwargs: Any
+) -> VitSsog:
     out_indices = kwargs.pop("out_indices", 3)
     return build_model_with_cfg(
-        VitSsog,
+        model_cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -531,19 +982,61 @@ def _create_vit_ssog(variant: str, pretrained: bool = False, **kwargs: Any) -> V
 @register_model
 def vit_ssog_tiny(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """Twelve blocks of width 192 with 3 heads, patch 16."""
-    model_args = {"embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create_vit_ssog("vit_ssog_tiny", pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create_vit_ssog("vit_ssog_tiny", pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_small(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """Twelve blocks of width 384 with 6 heads, patch 16."""
-    model_args = {"embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create_vit_ssog("vit_ssog_small", pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create_vit_ssog("vit_ssog_small", pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_base(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """Twelve blocks of width 768 with 12 heads, patch 16."""
-    model_args = {"embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create_vit_ssog("vit_ssog_base", pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create_vit_ssog("vit_ssog_base", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def vit_ssog_tiny_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
+    """One block, looped twelve times, of width 192 with 3 heads, patch 16."""
+    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 1, "loops": 12, "num_heads": 3}
+    return _create_vit_ssog("vit_ssog_tiny_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
+
+
+@register_model
+def vit_ssog_small_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
+    """One block, looped twelve times, of width 384 with 6 heads, patch 16."""
+    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 1, "loops": 12, "num_heads": 6}
+    return _create_vit_ssog("vit_ssog_small_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
+
+
+@register_model
+def vit_ssog_base_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
+    """One block, looped twelve times, of width 768 with 12 heads, patch 16."""
+    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 1, "loops": 12, "num_heads": 12}
+    return _create_vit_ssog("vit_ssog_base_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
+
+
+@register_model
+def vit_ssog_tiny_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
+    """One block as a velocity over a horizon of twelve, of width 192 with 3 heads, patch 16."""
+    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 1, "horizon": 12.0, "num_heads": 3}
+    return _create_vit_ssog("vit_ssog_tiny_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
+
+
+@register_model
+def vit_ssog_small_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
+    """One block as a velocity over a horizon of twelve, of width 384 with 6 heads, patch 16."""
+    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 1, "horizon": 12.0, "num_heads": 6}
+    return _create_vit_ssog("vit_ssog_small_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
+
+
+@register_model
+def vit_ssog_base_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
+    """One block as a velocity over a horizon of twelve, of width 768 with 12 heads, patch 16."""
+    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 1, "horizon": 12.0, "num_heads": 12}
+    return _create_vit_ssog("vit_ssog_base_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))

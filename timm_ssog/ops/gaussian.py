@@ -34,7 +34,8 @@ def axis_kernels(
         raise ValueError(
             f"An axis needs at least one cell, got length={length} and reference_length={reference_length}."
         )
-    stretch = torch.full((), length / reference_length, device=offset.device)
+    dtype = torch.promote_types(offset.dtype, torch.float32)
+    stretch = torch.full((), length / reference_length, device=offset.device, dtype=dtype)
     return stretched_kernels(offset, width, length, stretch)
 
 

@@ -1,0 +1,308 @@
+"""Which parameterisation should be the default? An ablation on real digits, one factor at a time, over several seeds.
+
+Every setting and the dense attention twin get the same recipe. Results go into a JSON file after each run, and a
+second call takes up where the first one stopped.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from digits import IMAGE_SIZE, Digits, digit_loader
+from timm.utils import random_seed
+from torch.nn import functional as F
+from tqdm import tqdm
+from training import MODEL, RECIPE, accuracy, create_model, train
+
+# spelt out, so that the results keep their meaning when the package's defaults change
+DEFAULT: dict[str, Any] = {
+    "mixer": "ssog",
+    "amplitude": "signed",
+    "init_width": 0.72,
+    "init_offset": 2.0,
+    "num_components": 4,
+    "num_heads": 4,
+    "learning_rate": RECIPE["learning_rate"],
+}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "attention twin": {"mixer": "attention"},
+    "convex amplitudes": {"amplitude": "convex"},
+    "width 0.4": {"init_width": 0.4},
+    "width 1.2": {"init_width": 1.2},
+    "width 2": {"init_width": 2.0},
+    "offset 0.5": {"init_offset": 0.5},
+    "offset 1": {"init_offset": 1.0},
+    "offset 3": {"init_offset": 3.0},
+    "1 component": {"num_components": 1},
+    "2 components": {"num_components": 2},
+    "8 components": {"num_components": 8},
+    "2 heads": {"num_heads": 2},
+    "8 heads": {"num_heads": 8},
+}
+"""What each setting changes about the default."""
+
+ZERO_SHOT = ("default", "attention twin")
+"""Settings that are also tested, without further training, on enlarged images."""
+
+ZERO_SHOT_SIZES = (IMAGE_SIZE * 3 // 2, IMAGE_SIZE * 2)
+
+RESULTS = Path(__file__).parent / "results" / "ablation.json"
+QUICK_RESULTS = Path(__file__).parents[1] / "output" / "ablation-quick.json"
+
+
+def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, Any]:
+    """Train and test one setting with one seed.
+
+    Args:
+        setting: A name in `CHANGES`.
+        seed: Of the weights, the order of the images and their shifts.
+        epochs: Passes over the training images.
+        limit: Use only so many training and test images; all if None.
+
+    Returns:
+        The record of the run, as it goes into the results.
+    """
+    torch.set_num_threads(1)
+    random_seed(seed)
+    options = {**DEFAULT, **CHANGES[setting]}
+    learning_rate = options.pop("learning_rate")
+    model = create_model(**options)
+    start = time.perf_counter()
+    train(model, digit_loader("train", batch_size=RECIPE["batch_size"], limit=limit), epochs, learning_rate)
+    seconds = time.perf_counter() - start
+    record = {
+        "setting": setting,
+        "options": {**DEFAULT, **CHANGES[setting]},
+        "seed": seed,
+        "accuracy": accuracy(model, digit_loader("test", limit=limit)),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "train_seconds": round(seconds, 1),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "timm": timm.__version__},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    if setting in ZERO_SHOT:
+        record["zero_shot"] = {}
+        for coords in ("relative", "cells") if options["mixer"] == "ssog" else ("",):
+            resized = create_model(**options, kernel_coords=coords) if coords else model
+            resized.load_state_dict(model.state_dict())
+            record["zero_shot"][coords or "attention"] = {
+                str(size): accuracy(resized, digit_loader("test", size, limit=limit)) for size in ZERO_SHOT_SIZES
+            }
+    return record
+
+
+def results_of(path: Path, recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs recorded in a results file, none if there is no such file.
+
+    Raises:
+        SystemExit: if the file is no results file, or its runs followed another recipe.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        found, runs = content["recipe"], content["runs"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} holds no results of this script ({error!r}): name another --output.") from error
+    if found != recipe:
+        changed = ", ".join(key for key in {**found, **recipe} if found.get(key) != recipe.get(key))
+        raise SystemExit(f"The runs in {path} followed another recipe ({changed}): delete it or name another --output.")
+    return runs
+
+
+def write_results(path: Path, recipe: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    """Write all runs at once, so that an interruption leaves either the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def records(tasks: list[tuple[str, int]], jobs: int, epochs: int, limit: int | None) -> Iterator[dict[str, Any]]:
+    """Run all tasks (setting, seed) and yield each record when it is there, from several processes if ``jobs`` > 1."""
+    if jobs == 1:
+        for setting, seed in tasks:
+            yield run(setting, seed, epochs, limit)
+        return
+    # not forked: torch's threads do not survive it
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(run, setting, seed, epochs, limit) for setting, seed in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def step_seconds(steps: int = 3) -> float:
+    """Seconds that a training step of the default takes, by a short trial."""
+    torch.set_num_threads(1)
+    options = {key: value for key, value in DEFAULT.items() if key != "learning_rate"}
+    loader = digit_loader("train", batch_size=RECIPE["batch_size"], limit=steps * RECIPE["batch_size"])
+    start = time.perf_counter()
+    train(create_model(**options), loader, epochs=1)
+    return (time.perf_counter() - start) / steps
+
+
+def mean_spread(values: list[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; the latter is nan for a single value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+def difference(runs: list[dict[str, Any]], setting: str) -> tuple[float, float]:
+    """Mean accuracy of a setting less that of the default, and two standard errors of this difference."""
+    mean, spread = mean_spread([run["accuracy"] for run in runs if run["setting"] == setting])
+    base = [run["accuracy"] for run in runs if run["setting"] == "default"]
+    base_mean, base_spread = mean_spread(base)
+    count = sum(run["setting"] == setting for run in runs)
+    return mean - base_mean, 2 * (spread**2 / count + base_spread**2 / len(base)) ** 0.5
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown tables of all settings and of the zero-shot resolutions, and a sentence on what beats the default."""
+    settings = [setting for setting in CHANGES if any(run["setting"] == setting for run in runs)]
+    lines = [
+        "| setting | seeds | top-1 | spread | to default, ± 2 standard errors | parameters | training, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    better = []
+    for setting in settings:
+        of_setting = [run for run in runs if run["setting"] == setting]
+        mean, spread = mean_spread([run["accuracy"] for run in of_setting])
+        to_default = "-"
+        if setting != "default" and "default" in settings:
+            gain, margin = difference(runs, setting)
+            to_default = f"{gain:+.1f} ± {margin:.1f}"
+            if gain > margin:
+                better.append(f"{setting} ({to_default})")
+        seconds = statistics.mean(run["train_seconds"] for run in of_setting)
+        lines.append(
+            f"| {setting} | {len(of_setting)} | {mean:.1f} | {spread:.1f} | {to_default} "
+            f"| {of_setting[0]['parameters']:,} | {seconds:.0f} |"
+        )
+    verdict = ", ".join(better) if better else "nothing"
+    lines += ["", f"Better than the default by more than two standard errors: {verdict}.", ""]
+    sizes = [str(IMAGE_SIZE), *map(str, ZERO_SHOT_SIZES)]
+    lines += [
+        "| trained at 28 px, tested at | " + " | ".join(f"{size} px" for size in sizes) + " |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for setting in settings:
+        of_setting = [run for run in runs if run["setting"] == setting and "zero_shot" in run]
+        for kernels in of_setting[0]["zero_shot"] if of_setting else ():
+            cells = []
+            for size in sizes:
+                values = [run["zero_shot"][kernels].get(size, run["accuracy"]) for run in of_setting]
+                mean, spread = mean_spread(values)
+                cells.append(f"{mean:.1f} ± {spread:.1f}")
+            name = setting if kernels == "attention" else f"{setting}, kernels {kernels}"
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def weakest_gradients(grid: int, images: int = 16) -> dict[str, float]:
+    """How near to dead the weakest component of a new default model is, on a grid and on real images.
+
+    The gradient of a component's offset or width is taken image by image, its root mean square over the images divided
+    by the component's amplitude (a small amplitude is no dead shape: it has a gradient of its own).
+
+    Args:
+        grid: Tokens along each side.
+        images: Test images to take gradients of.
+
+    Returns:
+        For ``"offset"`` and ``"width"``, the weakest component of all blocks, heads and axes over the median one.
+    """
+    random_seed(0)
+    size = grid * MODEL["patch_size"]
+    options = {key: value for key, value in DEFAULT.items() if key != "learning_rate"}
+    model = create_model(**options, img_size=size)
+    squares: dict[str, list[torch.Tensor]] = {"offset": [], "width": []}
+    for image, label in digit_loader("test", size, batch_size=1, limit=images):
+        model.zero_grad()
+        F.cross_entropy(model(image), label).backward()
+        for name, gradients in squares.items():
+            per_block = []
+            for block in model.blocks:
+                gradient = getattr(block.mixer, name).grad
+                per_block.append((gradient / block.mixer.amplitude.detach()[..., None]).square())
+            gradients.append(torch.stack(per_block))
+    means = {name: torch.stack(gradients).mean(0).sqrt() for name, gradients in squares.items()}
+    return {name: float(mean.min() / mean.median()) for name, mean in means.items()}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="seeds per setting (default: 3)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
+    parser.add_argument("--only", nargs="+", metavar="SETTING", choices=CHANGES, help="run only these settings")
+    parser.add_argument("--output", type=Path, help=f"results file (default: {RESULTS.name} in examples/results)")
+    parser.add_argument(
+        "--quick", action="store_true", help="one epoch over a few images, to see that it runs; not for results"
+    )
+    options = parser.parse_args(argv)
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    epochs, limit = (1, 100) if options.quick else (RECIPE["epochs"], None)
+    output = options.output or (QUICK_RESULTS if options.quick else RESULTS)
+    recipe = {
+        **RECIPE,
+        "epochs": epochs,
+        "train_images": len(Digits("train", limit=limit)),
+        "test_images": len(Digits("test", limit=limit)),
+        **{key: MODEL[key] for key in ("img_size", "patch_size", "embed_dim", "depth")},
+    }
+    runs = results_of(output, recipe)
+    done = {(run["setting"], run["seed"]) for run in runs}
+    # seeds outermost: an interrupted ablation has fewer seeds, not fewer settings
+    wanted = [(setting, seed) for seed in range(options.seeds) for setting in options.only or CHANGES]
+    tasks = [task for task in wanted if task not in done]
+    if tasks:
+        steps = epochs * -(-recipe["train_images"] // RECIPE["batch_size"])
+        minutes = step_seconds() * steps * len(tasks) / min(options.jobs, len(tasks)) / 60
+        print(
+            f"{len(tasks)} runs to do, {len(wanted) - len(tasks)} done before; roughly {minutes:.0f} min.",
+            file=sys.stderr,
+        )
+    try:
+        with tqdm(total=len(wanted), initial=len(wanted) - len(tasks), unit="run", smoothing=0) as bar:
+            for record in records(tasks, options.jobs, epochs, limit):
+                runs.append(record)
+                write_results(output, recipe, runs)
+                bar.set_postfix_str(f"{record['setting']}, seed {record['seed']}: {record['accuracy']:.1f} %")
+                bar.update()
+    except KeyboardInterrupt:
+        raise SystemExit(
+            f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
+        ) from None
+    print(table(runs))
+    for grid in (7,) if options.quick else (7, 64):
+        shares = weakest_gradients(grid)
+        print(
+            f"\nAt initialisation on a {grid} x {grid} grid the weakest component has {shares['offset']:.0%} of the "
+            f"median gradient in its offset and {shares['width']:.0%} in its width."
+        )
+    print(f"\nEvery run: {output}")
+
+
+if __name__ == "__main__":
+    main()

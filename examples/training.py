@@ -1,0 +1,109 @@
+"""The model and the recipe that all examples share, in timm's own parts: optimizer, schedule, loss and task."""
+
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+from digits import CLASSES, IMAGE_SIZE, MEAN, STD
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import timm_ssog
+
+try:
+    from timm.task import ClassificationTask
+except ImportError as error:
+    raise SystemExit(
+        f"The examples train with timm.task, which timm {timm.__version__} lacks: pip install --upgrade timm"
+    ) from error
+
+MODEL: dict[str, Any] = {
+    "img_size": IMAGE_SIZE,
+    "patch_size": 2,
+    "in_chans": 1,
+    "num_classes": CLASSES,
+    "embed_dim": 64,
+    "depth": 4,
+    "num_heads": 4,
+    # what timm saves with the weights, so that a reloaded model knows its preprocessing
+    "pretrained_cfg_overlay": {
+        "input_size": (1, IMAGE_SIZE, IMAGE_SIZE),
+        "mean": MEAN,
+        "std": STD,
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+    },
+}
+
+RECIPE: dict[str, Any] = {
+    "epochs": 8,
+    "batch_size": 50,
+    "optimizer": "adamw",
+    "learning_rate": 2e-3,
+    "weight_decay": 0.05,
+    "schedule": "cosine",
+    "warmup_epochs": 1,
+    "label_smoothing": 0.1,
+}
+
+
+def create_model(name: str = "vit_ssog_tiny", **options: Any) -> timm_ssog.VitSsog:
+    """Create a small model for the digits through timm: 14 x 14 tokens, four blocks of width 64."""
+    return timm.create_model(name, **{**MODEL, **options})  # type: ignore[return-value]
+
+
+def train(
+    model: nn.Module,
+    loader: DataLoader[tuple[Tensor, Tensor]],
+    epochs: int,
+    learning_rate: float = RECIPE["learning_rate"],
+    on_step: Callable[[float], None] | None = None,
+) -> None:
+    """Train a model.
+
+    Args:
+        model: Maps images to logits.
+        loader: Batches of images and labels.
+        epochs: Passes over the loader.
+        learning_rate: Peak of the schedule.
+        on_step: Called with the loss after each step.
+    """
+    task = ClassificationTask(model, criterion=LabelSmoothingCrossEntropy(RECIPE["label_smoothing"]), verbose=False)
+    optimizer = create_optimizer_v2(
+        model, opt=RECIPE["optimizer"], lr=learning_rate, weight_decay=RECIPE["weight_decay"]
+    )
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=RECIPE["schedule"],
+        num_epochs=epochs,
+        warmup_epochs=min(RECIPE["warmup_epochs"], epochs - 1),
+        step_on_epochs=False,
+        updates_per_epoch=len(loader),
+    )
+    task.train()
+    updates = 0
+    for _ in range(epochs):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = task(images, labels)["loss"]
+            loss.backward()
+            optimizer.step()
+            updates += 1
+            scheduler.step_update(num_updates=updates)
+            if on_step is not None:
+                on_step(loss.item())
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
+    """Share of images that a model labels right, in percent."""
+    model.eval()
+    right = total = 0
+    for images, labels in loader:
+        right += int((model(images).argmax(-1) == labels).sum())
+        total += len(labels)
+    return 100 * right / total

@@ -1,0 +1,32 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+import timm_ssog
+
+SMALL: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 5,
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def build() -> Callable[..., timm_ssog.VitSsog]:
+    """Builds a model as a user does, through timm, only small: a 4 x 4 grid, two blocks, two heads."""
+
+    def create(name: str = "vit_ssog_tiny", **options: Any) -> Any:
+        return timm.create_model(name, **{**SMALL, **options}).eval()
+
+    return create

@@ -1,0 +1,154 @@
+"""``python -m timm_ssog``: run a script with the models registered, or report on the installation."""
+
+import builtins
+import difflib
+import importlib.machinery
+import io
+import os
+import platform
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import timm
+import torch
+
+from timm_ssog.ops.dispatch import select_implementation
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a subcommand or a script.
+
+    Args:
+        arguments: What follows ``python -m timm_ssog``.
+
+    Returns:
+        The exit status; a script may exit with its own.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name in COMMANDS:
+        run, _ = COMMANDS[name]
+        return run(rest)
+    if Path(name).is_file():
+        run_script(name, rest)
+        return 0
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "Check the path, or see python -m timm_ssog --help."
+    return _fail(
+        f"expected a subcommand ({', '.join(COMMANDS)}) or the path of a Python script, got {name!r}, which is neither "
+        f"(looked in {os.getcwd()}). {hint}"
+    )
+
+
+def info(arguments: Sequence[str]) -> int:
+    """Print versions, models, the mixing path on each device, and the state of the discovery hook."""
+    if arguments:
+        return _fail(f"info takes no arguments, got {' '.join(arguments)!r}. Run python -m timm_ssog info.")
+    # The builds of triton for ROCm, XPU and Windows are distributions of other names.
+    triton = metadata.packages_distributions().get("triton", ["triton"])[0]
+    lines = [
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("timm", timm.__version__),
+        ("timm-ssog", _version("timm-ssog")),
+        ("torchdiffeq", _version("torchdiffeq")),
+        ("triton", _version(triton)),
+        ("models", ", ".join(timm.list_models("vit_ssog*"))),
+    ]
+    for device in _devices():
+        implementation, reason = select_implementation(device)
+        lines.append((f"mixing on {device.type}", f"{implementation}: {reason}"))
+    lines.append(("discovery hook", _discovery()))
+    for name, value in lines:
+        print(f"{name:<16}{value}")
+    return 0
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a Python script as ``python SCRIPT`` would, but with the models registered.
+
+    Processes that it spawns import the script by its path, as they would under ``python SCRIPT``; what registers the
+    models there is the discovery hook, or an ``import timm_ssog`` in the script.
+    """
+    path = os.path.abspath(script)
+    sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    _warn_of_other_timm()
+    # Not runpy.run_path: it takes __main__ away again when the script's last line has run, while its threads and exit
+    # handlers may still pickle by that name; and it makes __file__ and argv[0] the same string.
+    module = types.ModuleType("__main__")
+    vars(module).update(
+        __file__=path, __builtins__=builtins, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
+    )
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def _warn_of_other_timm() -> None:
+    # The launcher imported timm before sys.path was the script's: a clone's script would miss the clone's timm.
+    spec = importlib.machinery.PathFinder.find_spec("timm")
+    wanted, loaded = (spec and spec.origin) or "", timm.__file__ or ""
+    if wanted and os.path.realpath(wanted) != os.path.realpath(loaded):
+        print(
+            f"timm_ssog: the script would import timm from {os.path.dirname(wanted)}, but gets timm {timm.__version__} "
+            f"from {os.path.dirname(loaded)}. Run in the script's folder, or put that on PYTHONPATH.",
+            file=sys.stderr,
+        )
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())
+    return (
+        "usage: python -m timm_ssog SCRIPT [args ...]\n"
+        "       python -m timm_ssog COMMAND [args ...]\n\n"
+        f"  {'SCRIPT [args ...]':<22}run a Python script (timm's train.py, say) with the vit_ssog models registered\n"
+        f"{commands}"
+    )
+
+
+def _fail(message: str) -> int:
+    print(f"timm_ssog: {message}", file=sys.stderr)
+    return 2
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[torch.device]:
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "xpu": torch.xpu.is_available(),
+    }
+    return [torch.device(name) for name, there in available.items() if there]
+
+
+def _discovery() -> str:
+    for switch in ("TIMM_SSOG_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        if os.environ.get(switch, "1") != "1":
+            return f"off: {switch}={os.environ[switch]}; scripts must import timm_ssog"
+    # torch is imported by now and has called every entry point it found: nobody else imports the hook's module.
+    if "timm_ssog_autoload" in sys.modules:
+        return "active: timm finds the models with no import in the script"
+    return "missing: no entry point found; install the package with pip"
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "info": (info, "print versions, models, the mixing path on each device and the discovery hook"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""What a model does inside: solver traces, the "is it an ODE?" report, and figures of kernels and trajectories."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from timm_ssog.depth import TABLEAUS
+from timm_ssog.layers import SeparableMixer
+from timm_ssog.ode import SolveTrace
+from timm_ssog.ops.naive import dense_operator
+from timm_ssog.vit_ssog import OdeVitSsog, VitSsog
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+REFERENCE_STEPS = 96
+"""Steps of rk4 that stand for the exact solution in `ode_report`."""
+
+
+@torch.no_grad()
+def trace_solve(model: OdeVitSsog, images: Tensor, keep_states: bool = False) -> SolveTrace:
+    """Solve a continuous model for images and report what the solver did.
+
+    For a fixed-step method the error estimate is by step doubling: the largest root mean square over an image of the
+    difference to twice the steps, over ``2^order - 1``. For an adaptive one it is its own scaled estimate.
+
+    Args:
+        model: The model, with the solver settings to look at.
+        images: (batch, in_chans, height, width).
+        keep_states: Also keep the state at each of the model's feature times, (batch, height, width, embed_dim).
+
+    Returns:
+        The trace; counts are per image if the model solves per sample.
+
+    Raises:
+        ValueError: if the model is not a continuous one, or has several blocks (trace them one by one with `ode`).
+    """
+    _require_continuous(model)
+    if len(model.blocks) > 1:
+        raise ValueError(
+            f"trace_solve reports one solve, and a model of {len(model.blocks)} blocks makes one per block."
+        )
+    with _evaluating(model):
+        tokens = model._embed(images)
+        taps = list(range(model.num_steps)) if keep_states else []
+        if not model.is_fixed_step:
+            _, states, traces = model._solve_traced(tokens, taps, model.num_steps)
+            return _with_states(traces[0], states if keep_states else None)
+        end, states = model._evolve(tokens, taps, model.num_steps)
+        steps, stages = model.num_steps, len(model.stages)
+        order = TABLEAUS[model.solver].order
+        with _solving(model, solver_steps=2 * steps):
+            finer, _ = model._evolve(tokens, [], 2 * steps)
+        distance = (end.float() - finer.float()).flatten(1).square().mean(1).sqrt()
+        return SolveTrace(
+            evaluations=steps * stages,
+            accepted=steps,
+            rejected=0,
+            times=[(step + 1) * model.step_size for step in range(steps)],
+            error_estimate=float(distance.max()) / (2**order - 1) if len(distance) else 0.0,
+            states=states if keep_states else None,
+        )
+
+
+def _with_states(trace: SolveTrace, states: list[Tensor] | None) -> SolveTrace:
+    fields = {name: getattr(trace, name) for name in trace.__dataclass_fields__}
+    return SolveTrace(**{**fields, "states": states})
+
+
+@dataclass(frozen=True)
+class OdeRow:
+    """One solver setting in an `OdeReport`: accuracy and flips as fractions of the images, drift in logit spreads."""
+
+    solver: str
+    steps: int
+    evaluations: int
+    accuracy: float | None
+    drift: float
+    flips: float
+
+
+@dataclass(frozen=True)
+class OdeReport:
+    """Whether a trained continuous model solves its equation or has learned its step grid; see `ode_report`."""
+
+    trained: str
+    rows: tuple[OdeRow, ...]
+    trained_drift: float
+    trained_flips: float
+    converges: bool
+
+    @property
+    def verdict(self) -> str:
+        """The report in one sentence."""
+        distance = f"{self.trained_drift:.3g} logit spreads and {self.trained_flips:.1%} of predictions"
+        if self.converges:
+            return f"The solution converges: {self.trained} is {distance} away from the exact flow."
+        return (
+            f"Not a solution of its equation: {self.trained} is {distance} away from the exact flow. The net has adapted "
+            f"to its step grid; train with jitter=True or more steps before reading it as an ODE."
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{'solver':<10} {'steps':>5} {'evals':>6} {'top-1':>7} {'drift':>9} {'flips':>7}"]
+        for row in self.rows:
+            accuracy = "-" if row.accuracy is None else f"{row.accuracy:.1%}"
+            lines.append(
+                f"{row.solver:<10} {row.steps:>5} {row.evaluations:>6} {accuracy:>7} {row.drift:>9.2e} "
+                f"{row.flips:>7.1%}"
+            )
+        return "\n".join([*lines, self.verdict])
+
+    def to_dict(self) -> dict:
+        """The report as JSON types."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+@torch.no_grad()
+def ode_report(
+    model: OdeVitSsog,
+    images: Tensor,
+    labels: Tensor | None = None,
+    steps: Sequence[int] = (1, 2, 3, 6, 12, 24, 48),
+    solvers: Sequence[str] = tuple(TABLEAUS),
+    max_drift: float = 0.05,
+    max_flips: float = 0.01,
+) -> OdeReport:
+    """Compare a trained continuous model's predictions across solvers and steps with those of the exact flow.
+
+    The exact flow is rk4 with `REFERENCE_STEPS` steps. *Drift* is the root mean square difference of the logits over
+    the reference logits' standard deviation, *flips* the share of predictions that differ. The model passes as an ODE
+    if the setting it stands in is within ``max_drift`` and ``max_flips`` of the exact flow (after "ResNet After All",
+    arXiv 2007.15386).
+
+    Args:
+        model: The model, in the solver setting it was trained with.
+        images: (batch, in_chans, height, width).
+        labels: (batch,), for accuracies.
+        steps: Steps to try with each solver.
+        solvers: Fixed-step methods to try.
+        max_drift: Largest drift of the trained setting.
+        max_flips: Largest share of flipped predictions of the trained setting.
+
+    Returns:
+        The report, which prints as a table.
+
+    Raises:
+        ValueError: if the model is not a continuous one, or a number of steps does not fit its blocks.
+    """
+    _require_continuous(model)
+    with _evaluating(model):
+        trained = (
+            f"{model.solver} x {model.num_steps}" if model.is_fixed_step else f"{model.solver} at rtol {model.rtol:g}"
+        )
+        as_trained = model(images)
+        with _solving(model, solver="rk4", solver_steps=REFERENCE_STEPS, adjoint=False, per_sample=False):
+            exact = model(images)
+        rows = []
+        for solver in solvers:
+            for count in steps:
+                with _solving(model, solver=solver, solver_steps=count, adjoint=False, per_sample=False):
+                    logits = model(images)
+                drift, flips = _distance(logits, exact)
+                accuracy = None if labels is None else float((logits.argmax(-1) == labels).float().mean())
+                rows.append(OdeRow(solver, count, count * len(TABLEAUS[solver].stages), accuracy, drift, flips))
+    drift, flips = _distance(as_trained, exact)
+    return OdeReport(trained, tuple(rows), drift, flips, drift <= max_drift and flips <= max_flips)
+
+
+def _distance(logits: Tensor, reference: Tensor) -> tuple[float, float]:
+    drift = (logits - reference).square().mean().sqrt() / reference.std()
+    return float(drift), float((logits.argmax(-1) != reference.argmax(-1)).float().mean())
+
+
+@torch.no_grad()
+def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
+    """Draw what the centre token of each block (rows) and head (columns) sees, signed, each panel on its own scale.
+
+    Args:
+        model: A model with SSoG mixers.
+        image_size: Image size that the kernels are built for.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ValueError: if the model has no SSoG mixer.
+    """
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    height, width = model.patch_embed.dynamic_feat_size(size)
+    mixers = [(name, module) for name, module in model.named_modules() if isinstance(module, SeparableMixer)]
+    if not mixers:
+        raise ValueError("kernel_atlas draws SSoG kernels, and this model has none; its mixer is another one.")
+    heads = mixers[0][1].num_heads
+    figure, axes = _panels(len(mixers), heads)
+    centre = (height // 2) * width + width // 2
+    for row, (name, mixer) in enumerate(mixers):
+        seen = dense_operator(*mixer.kernels(height, width))[:, centre].reshape(heads, height, width)
+        for head in range(heads):
+            axis, scale = axes[row][head], float(seen[head].abs().max()) or 1.0
+            axis.imshow(seen[head].cpu(), cmap="RdBu_r", vmin=-scale, vmax=scale)
+            axis.plot(width // 2, height // 2, marker="+", color="black", markersize=4)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if row == 0:
+                axis.set_title(f"head {head}", fontsize=8)
+            if head == 0:
+                axis.set_ylabel(name.removesuffix(".mixer"), fontsize=8)
+    figure.suptitle(
+        f"What the centre token (+) sees on a {height} x {width} grid: red adds, blue subtracts", fontsize=9
+    )
+    return figure
+
+
+@torch.no_grad()
+def trajectory(model: VitSsog, images: Tensor) -> Figure:
+    """Draw how far the tokens of each image move, and how fast, over the model's depth: blocks, loops or times.
+
+    Args:
+        model: Any of this package's models.
+        images: (batch, in_chans, height, width).
+
+    Returns:
+        A matplotlib figure; distances are root mean squares over tokens and channels.
+    """
+    with _evaluating(model):
+        tokens = model._embed(images)
+        _, states = model._evolve(tokens, list(range(model.num_steps)), model.num_steps)
+    path = torch.stack([tokens, *states]).float().flatten(2)
+    depth = [0.0, *(float(info.get("time", index + 1)) for index, info in enumerate(model.feature_info))]
+    spans = torch.tensor([after - before for before, after in itertools.pairwise(depth)])
+    distance = (path - path[0]).square().mean(-1).sqrt()
+    speed = (path[1:] - path[:-1]).square().mean(-1).sqrt() / spans[:, None]
+    figure, axes = _panels(1, 2, size=3.2)
+    for axis, times, lines, label in (
+        (axes[0][0], depth, distance, "distance from the embedding"),
+        (axes[0][1], depth[1:], speed, "mean speed since the step before"),
+    ):
+        axis.plot(times, lines.cpu(), color="tab:blue", alpha=0.25, linewidth=0.8)
+        axis.plot(times, lines.mean(1).cpu(), color="tab:blue", linewidth=2, label="mean")
+        axis.set_xlabel("time" if "time" in model.feature_info[0] else "depth")
+        axis.set_title(label, fontsize=9)
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _panels(rows: int, columns: int, size: float = 1.1) -> tuple[Figure, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # without pyplot, which would choose a window system and keep every figure alive
+    figure = Figure(figsize=(size * columns + 0.8, size * rows + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _require_continuous(model: nn.Module) -> None:
+    if not isinstance(model, OdeVitSsog):
+        raise ValueError(
+            f"Expected a continuous model (vit_ssog_*_ode), got {type(model).__name__}: only its depth is a solve."
+        )
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextlib.contextmanager
+def _solving(model: OdeVitSsog, **settings: str | int | float | bool) -> Iterator[None]:
+    """Solve with other settings for a while."""
+    before = {
+        name: getattr(model, name) for name in ("solver", "rtol", "atol", "adjoint", "per_sample", "max_evaluations")
+    }
+    steps = model.num_steps
+    model.set_solver(**settings)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        model.set_solver(solver_steps=steps, **before)
