@@ -25,7 +25,8 @@ def install() -> None:
         return
     sys.meta_path.insert(0, _Finder())
     if WATCHED in sys.modules:
-        timm = sys.modules["timm"]
+        # Python binds a submodule to its package when it has finished; until then, it is what imports torch just now.
+        timm = sys.modules.get("timm")
         if hasattr(timm, "models"):
             _import_plugin()
         elif type(timm) is ModuleType:

@@ -6,6 +6,7 @@ second call takes up where the first one stopped.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -57,6 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 ZERO_SHOT = ("default", "attention twin")
 """Settings that are also tested, without further training, on enlarged images."""
 
+EPOCHS = 3
 ZERO_SHOT_SIZES = (IMAGE_SIZE * 3 // 2, IMAGE_SIZE * 2)
 
 RESULTS = Path(__file__).parent / "results" / "ablation.json"
@@ -162,13 +164,16 @@ def mean_spread(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
 
 
+def decimal(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
 def difference(runs: list[dict[str, Any]], setting: str) -> tuple[float, float]:
     """Mean accuracy of a setting less that of the default, and two standard errors of this difference."""
-    mean, spread = mean_spread([run["accuracy"] for run in runs if run["setting"] == setting])
-    base = [run["accuracy"] for run in runs if run["setting"] == "default"]
-    base_mean, base_spread = mean_spread(base)
-    count = sum(run["setting"] == setting for run in runs)
-    return mean - base_mean, 2 * (spread**2 / count + base_spread**2 / len(base)) ** 0.5
+    values = [run["accuracy"] for run in runs if run["setting"] == setting]
+    base_values = [run["accuracy"] for run in runs if run["setting"] == "default"]
+    (mean, spread), (base, base_spread) = mean_spread(values), mean_spread(base_values)
+    return mean - base, 2 * (spread**2 / len(values) + base_spread**2 / len(base_values)) ** 0.5
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -185,12 +190,12 @@ def table(runs: list[dict[str, Any]]) -> str:
         to_default = "-"
         if setting != "default" and "default" in settings:
             gain, margin = difference(runs, setting)
-            to_default = f"{gain:+.1f} ± {margin:.1f}"
+            to_default = f"{gain:+.1f} ± {decimal(margin)}"
             if gain > margin:
                 better.append(f"{setting} ({to_default})")
         seconds = statistics.mean(run["train_seconds"] for run in of_setting)
         lines.append(
-            f"| {setting} | {len(of_setting)} | {mean:.1f} | {spread:.1f} | {to_default} "
+            f"| {setting} | {len(of_setting)} | {mean:.1f} | {decimal(spread)} | {to_default} "
             f"| {of_setting[0]['parameters']:,} | {seconds:.0f} |"
         )
     verdict = ", ".join(better) if better else "nothing"
@@ -207,7 +212,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             for size in sizes:
                 values = [run["zero_shot"][kernels].get(size, run["accuracy"]) for run in of_setting]
                 mean, spread = mean_spread(values)
-                cells.append(f"{mean:.1f} ± {spread:.1f}")
+                cells.append(f"{mean:.1f} ± {decimal(spread)}")
             name = setting if kernels == "attention" else f"{setting}, kernels {kernels}"
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -251,7 +256,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="SETTING", choices=CHANGES, help="run only these settings")
     parser.add_argument("--output", type=Path, help=f"results file (default: {RESULTS.name} in examples/results)")
     parser.add_argument(
-        "--quick", action="store_true", help="one epoch over a few images, to see that it runs; not for results"
+        "--quick", action="store_true", help="one epoch over 50 images, to see that it runs; not for results"
     )
     options = parser.parse_args(argv)
     for name in ("seeds", "jobs"):
@@ -262,14 +267,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    epochs, limit = (1, 100) if options.quick else (RECIPE["epochs"], None)
+    epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
     output = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     recipe = {
         **RECIPE,
         "epochs": epochs,
         "train_images": len(Digits("train", limit=limit)),
         "test_images": len(Digits("test", limit=limit)),
-        **{key: MODEL[key] for key in ("img_size", "patch_size", "embed_dim", "depth")},
+        **{key: MODEL[key] for key in ("img_size", "patch_size", "embed_dim", "depth", "mlp_ratio")},
     }
     runs = results_of(output, recipe)
     done = {(run["setting"], run["seed"]) for run in runs}

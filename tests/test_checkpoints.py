@@ -17,7 +17,7 @@ from torch import Tensor
 
 from timm_ssog import VitSsog
 
-Build = Callable[..., VitSsog]
+Build = Callable[..., Any]
 
 
 def save(model: torch.nn.Module, folder: Path) -> str:

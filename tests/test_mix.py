@@ -75,9 +75,7 @@ LARGE_GRIDS = [(37, 64), (64, 64)]
 @pytest.mark.parametrize(
     ("form", "grid"), [*itertools.product(FORMS, GRIDS), *itertools.product(["auto"], LARGE_GRIDS)], indirect=["form"]
 )
-def test_eager_is_exact_to_float32_rounding(
-    form: str, grid: tuple[int, int], components: int, head_dim: int
-) -> None:
+def test_eager_is_exact_to_float32_rounding(form: str, grid: tuple[int, int], components: int, head_dim: int) -> None:
     copies = 1 if grid in LARGE_GRIDS else 2
     inputs = make_inputs(grid, components, head_dim, batch=copies, heads=copies)
     # the oracle gets the rounded inputs: only the arithmetic is compared
@@ -103,7 +101,7 @@ def test_gradients_of_some_arguments_only(form: str, needed: tuple[int, ...]) ->
     grad = torch.randn_like(inputs[0])
     expected = with_gradients(inputs, "naive", grad)[1:]
     leaves = [tensor.clone().requires_grad_(index in needed) for index, tensor in enumerate(inputs)]
-    timm_ssog.separable_mix(*leaves).backward(grad)
+    timm_ssog.separable_mix(leaves[0], leaves[1], leaves[2]).backward(grad)
     for index, leaf in enumerate(leaves):
         if index in needed:
             torch.testing.assert_close(leaf.grad, expected[index])
@@ -118,31 +116,36 @@ def test_no_gradient_is_recorded_where_none_is_asked() -> None:
         assert timm_ssog.separable_mix(*(tensor.requires_grad_() for tensor in inputs)).grad_fn is None
 
 
-def test_forward_mode(form: str) -> None:
+def mix_by_definition(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return timm_ssog.separable_mix(values, rows, columns, "naive")
+
+
+@pytest.mark.parametrize("needed", [c for n in (1, 2, 3) for c in itertools.combinations(range(3), n)])
+def test_forward_mode(form: str, needed: tuple[int, ...]) -> None:
     inputs = make_inputs()
-    tangents = tuple(torch.randn_like(tensor) for tensor in inputs)
+    primals = tuple(inputs[index] for index in needed)
+    tangents = tuple(torch.randn_like(primal) for primal in primals)
 
-    def naive(*args: Tensor) -> Tensor:
-        return timm_ssog.separable_mix(*args, implementation="naive")
+    def derivative(mix: Callable[..., Tensor], primals: tuple[Tensor, ...]) -> Tensor:
+        def of_needed(*some: Tensor) -> Tensor:
+            arguments = list(inputs)
+            for index, tensor in zip(needed, some, strict=True):
+                arguments[index] = tensor
+            return mix(*arguments)
 
-    expected = torch.func.jvp(naive, inputs, tangents)
-    for leaves in (inputs, tuple(tensor.clone().requires_grad_() for tensor in inputs)):
-        actual = torch.func.jvp(timm_ssog.separable_mix, leaves, tangents)
-        torch.testing.assert_close(actual, expected)
-    for index in range(3):
+        return torch.func.jvp(of_needed, primals, tangents)[1]
 
-        def along(tensor: Tensor, mix: Callable, index: int = index) -> Tensor:
-            return mix(*inputs[:index], tensor, *inputs[index + 1 :])
-
-        one = (inputs[index],), (tangents[index],)
-        actual = torch.func.jvp(lambda tensor: along(tensor, timm_ssog.separable_mix), *one)
-        torch.testing.assert_close(actual, torch.func.jvp(lambda tensor: along(tensor, naive), *one))
+    expected = derivative(mix_by_definition, primals)
+    torch.testing.assert_close(derivative(timm_ssog.separable_mix, primals), expected)
+    # inputs of a reverse-mode graph too, as in a Hessian-vector product
+    leaves = tuple(primal.clone().requires_grad_() for primal in primals)
+    torch.testing.assert_close(derivative(timm_ssog.separable_mix, leaves), expected)
 
 
 def test_torch_func_reverse_mode(form: str) -> None:
     inputs = make_inputs()
     grad = torch.randn_like(inputs[0])
-    output, pull_back = torch.func.vjp(timm_ssog.separable_mix, *inputs)
+    output, pull_back, *_ = torch.func.vjp(timm_ssog.separable_mix, *inputs)
     expected = with_gradients(inputs, "naive", grad)
     for ours, theirs in zip((output, *pull_back(grad)), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -152,22 +155,17 @@ def test_torch_func_reverse_mode(form: str) -> None:
 def test_vmap(form: str, in_dims: tuple[int | None, ...]) -> None:
     copies = [make_inputs() for _ in range(3)]
     stacked = [
-        torch.stack([copy[index] for copy in copies], dim) if dim is not None else copies[0][index]
+        copies[0][index] if dim is None else torch.stack([copy[index] for copy in copies], dim)
         for index, dim in enumerate(in_dims)
     ]
-    expected = torch.stack(
-        [
-            timm_ssog.separable_mix(
-                *(copy[index] if in_dims[index] is not None else copies[0][index] for index in range(3)),
-                implementation="naive",
-            )
-            for copy in copies
-        ]
-    )
+    mixed = [
+        mix_by_definition(*(copies[0 if dim is None else number][index] for index, dim in enumerate(in_dims)))
+        for number in range(3)
+    ]
     for gradients in (False, True):
         arguments = [tensor.requires_grad_(gradients) for tensor in stacked]
-        mixed = torch.func.vmap(timm_ssog.separable_mix, in_dims=in_dims)(*arguments)
-        torch.testing.assert_close(mixed.detach(), expected)
+        ours = torch.func.vmap(timm_ssog.separable_mix, in_dims=in_dims)(*arguments)
+        torch.testing.assert_close(ours.detach(), torch.stack(mixed))
 
 
 def test_gradients_per_sample(form: str) -> None:
@@ -298,12 +296,22 @@ VALUES, ROWS, COLUMNS = torch.zeros(2, 3, 4, 2, 5), torch.zeros(2, 6, 3, 3), tor
 @pytest.mark.parametrize(
     ("values", "rows", "columns", "message"),
     [
-        (VALUES[0], ROWS, COLUMNS, r"values must be a floating tensor \(batch, height, width, heads, head_dim\), got .*"),
+        (
+            VALUES[0],
+            ROWS,
+            COLUMNS,
+            r"values must be a floating tensor \(batch, height, width, heads, head_dim\), got .*",
+        ),
         (VALUES.long(), ROWS, COLUMNS, r"values must be a floating tensor .* got torch.int64"),
         (VALUES, ROWS[0], COLUMNS, r"row_kernels must be \(heads, components, height, height\) with 2 heads"),
         (VALUES, ROWS[:1], COLUMNS, r"row_kernels must be .* with 2 heads .* got shape \[1, 6, 3, 3\]"),
         (VALUES, ROWS, COLUMNS[:, :0], r"column_kernels must be .* at least one component, got shape \[2, 0, 4, 4\]"),
-        (VALUES, COLUMNS, COLUMNS, r"row_kernels must be square of the values' height 3, got .* timm_ssog.axis_kernels"),
+        (
+            VALUES,
+            COLUMNS,
+            COLUMNS,
+            r"row_kernels must be square of the values' height 3, got .* timm_ssog.axis_kernels",
+        ),
         (VALUES, ROWS, ROWS, r"column_kernels must be square of the values' width 4, got shape \[2, 6, 3, 3\]"),
         (VALUES, ROWS, COLUMNS[..., :3], r"column_kernels must be square of the values' width 4"),
         (VALUES, ROWS[:, :3], COLUMNS, r"same number of components, got 3 and 6"),
@@ -318,5 +326,7 @@ def test_wrong_inputs_say_what_was_expected(values: Tensor, rows: Tensor, column
 
 
 def test_unknown_implementation_is_named() -> None:
-    with pytest.raises(ValueError, match=r"implementation must be one of 'auto', .*got 'egaer'\. Did you mean 'eager'\?"):
+    with pytest.raises(
+        ValueError, match=r"implementation must be one of 'auto', .*got 'egaer'\. Did you mean 'eager'\?"
+    ):
         timm_ssog.separable_mix(VALUES, ROWS, COLUMNS, "egaer")

@@ -1,7 +1,25 @@
 """Vision Transformers with separable Gaussian mixing (SSoG), registered with timm on import."""
 
+from timm_ssog import analysis
+from timm_ssog.analysis import trace_solve
+from timm_ssog.certificates import Certificate, certify, local_lipschitz
+from timm_ssog.errors import SolveError
+from timm_ssog.ode import SolveTrace
 from timm_ssog.ops.dispatch import separable_mix
 from timm_ssog.ops.gaussian import axis_kernels
-from timm_ssog.vit_ssog import VitSsog
+from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
-__all__ = ["VitSsog", "axis_kernels", "separable_mix"]
+__all__ = [
+    "Certificate",
+    "LoopedVitSsog",
+    "OdeVitSsog",
+    "SolveError",
+    "SolveTrace",
+    "VitSsog",
+    "analysis",
+    "axis_kernels",
+    "certify",
+    "local_lipschitz",
+    "separable_mix",
+    "trace_solve",
+]

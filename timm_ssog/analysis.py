@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from timm_ssog.depth import TABLEAUS
 from timm_ssog.layers import SeparableMixer
-from timm_ssog.ode import SolveTrace
+from timm_ssog.ode import SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
 from timm_ssog.vit_ssog import OdeVitSsog, VitSsog
 
@@ -29,7 +30,7 @@ def trace_solve(model: OdeVitSsog, images: Tensor, keep_states: bool = False) ->
     """Solve a continuous model for images and report what the solver did.
 
     For a fixed-step method the error estimate is by step doubling: the largest root mean square over an image of the
-    difference to twice the steps, over ``2^order - 1``. For an adaptive one it is its own scaled estimate.
+    difference to twice the steps, over ``1 - 2^-order``. For an adaptive one it is its own scaled estimate.
 
     Args:
         model: The model, with the solver settings to look at.
@@ -40,19 +41,15 @@ def trace_solve(model: OdeVitSsog, images: Tensor, keep_states: bool = False) ->
         The trace; counts are per image if the model solves per sample.
 
     Raises:
-        ValueError: if the model is not a continuous one, or has several blocks (trace them one by one with `ode`).
+        ValueError: if the model is not a continuous one.
     """
     _require_continuous(model)
-    if len(model.blocks) > 1:
-        raise ValueError(
-            f"trace_solve reports one solve, and a model of {len(model.blocks)} blocks makes one per block."
-        )
     with _evaluating(model):
         tokens = model._embed(images)
         taps = list(range(model.num_steps)) if keep_states else []
         if not model.is_fixed_step:
             _, states, traces = model._solve_traced(tokens, taps, model.num_steps)
-            return _with_states(traces[0], states if keep_states else None)
+            return dataclasses.replace(join_traces(traces), states=states if keep_states else None)
         end, states = model._evolve(tokens, taps, model.num_steps)
         steps, stages = model.num_steps, len(model.stages)
         order = TABLEAUS[model.solver].order
@@ -64,14 +61,9 @@ def trace_solve(model: OdeVitSsog, images: Tensor, keep_states: bool = False) ->
             accepted=steps,
             rejected=0,
             times=[(step + 1) * model.step_size for step in range(steps)],
-            error_estimate=float(distance.max()) / (2**order - 1) if len(distance) else 0.0,
+            error_estimate=float(distance.max()) / (1 - 2**-order) if len(distance) else 0.0,
             states=states if keep_states else None,
         )
-
-
-def _with_states(trace: SolveTrace, states: list[Tensor] | None) -> SolveTrace:
-    fields = {name: getattr(trace, name) for name in trace.__dataclass_fields__}
-    return SolveTrace(**{**fields, "states": states})
 
 
 @dataclass(frozen=True)

@@ -431,21 +431,20 @@ def _jacobian_norm(
     kernels = None if kernels is None else tuple(kernel.detach().double() for kernel in kernels)
     modulation = None if modulation is None else modulation.detach().double()
     parameters = {name: tensor.detach().double() for name, tensor in block.named_parameters()}
-    state = state.double()
-
-    def delta(x: Tensor) -> Tensor:
-        return torch.func.functional_call(block, parameters, (x, kernels, modulation, False))
-
     direction = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state.device)
     direction = direction / _norms(direction)
     best = torch.zeros(state.shape[0], dtype=torch.float64, device=state.device)
-    # the fused attention kernels have no forward-mode derivative
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        pull_back = torch.func.vjp(delta, state)[1]
+    # the fused attention kernels can't be differentiated twice
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        state = state.detach().double().requires_grad_()
+        delta = torch.func.functional_call(block, parameters, (state, kernels, modulation, False))
+        # J^T probe is linear in the probe: differentiated by it once more, it gives J without a second forward pass
+        probe = torch.zeros_like(delta, requires_grad=True)
+        (pulled_back,) = torch.autograd.grad(delta, state, probe, create_graph=True)
         for _ in range(iterations):
-            stretched = torch.func.jvp(delta, (state,), (direction,))[1]
+            (stretched,) = torch.autograd.grad(pulled_back, probe, direction, retain_graph=True)
             best = torch.maximum(best, _norms(stretched).flatten())
-            (direction,) = pull_back(stretched)
+            (direction,) = torch.autograd.grad(delta, state, stretched, retain_graph=True)
             direction = direction / _norms(direction).clamp(min=torch.finfo(torch.float64).tiny)
     return best
 

@@ -8,6 +8,7 @@ is one graph break.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +24,7 @@ ADAPTIVE_SOLVERS = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
 SMALLEST_STEP = 1e-14
 """Step below which a solve gives up, as a part of the largest time: the rounding of a float64 clock."""
 
-SAFETY, SHRINK, GROWTH = 0.9, 0.2, 10.0
+SAFETY, SHRINK, GROWTH = 0.9, 0.2, 5.0
 """Safety factor and bounds of the change of a step (Hairer, Nørsett, Wanner, Solving ODEs I, equation II.4.13)."""
 
 NOT_FINITE = (
@@ -177,7 +178,7 @@ def solve_adaptive(
         solver: One of `ADAPTIVE_SOLVERS`.
         rtol: Relative tolerance of the local error.
         atol: Absolute tolerance of the local error.
-        max_evaluations: Evaluations of the velocity after which to give up, in either direction.
+        max_evaluations: Evaluations of the velocity after which to give up; for each interval's adjoint again.
         parameters: All tensors the velocity depends on beside the state, leaves or not; none may be computed from
             another of them.
         keep_states: Whether the trace holds the states at all steps.
@@ -198,21 +199,29 @@ def solve_adaptive(
         return _nothing_to_solve(x, times, SolveTrace(0, 0, 0, [], 0.0, [] if keep_states else None))
     from torchdiffeq import odeint, odeint_adjoint  # here, for it imports scipy in half a second
 
-    clock = _clock(times, x.device)
-    watch = _Watch(velocity, times, torch.finfo(clock.dtype).eps, max_evaluations, keep_states)
-    options = {"step_t": clock, "norm": watch.norm, "dtype": clock.dtype}
+    watch = _Watch(velocity, times, max_evaluations, keep_states)
     settings: dict[str, Any] = {"rtol": rtol, "atol": atol, "method": solver}
-    if parameters is None:
-        solution = cast(Tensor, odeint(watch, x, clock, options=options, **settings))
-    else:
+    wanted: tuple[Tensor, ...] = ()
+    if parameters is not None:
         wanted = _require_separate(parameters)
         watch.evaluate = _adjoint_velocity(velocity, x.device.type, wanted)
-        settings |= {"adjoint_options": {**options, "norm": _largest_rms}, "adjoint_params": wanted}
-        solution = cast(Tensor, odeint_adjoint(watch, x, clock, options=options, **settings))
-        if solution.requires_grad:
-            solution.register_hook(watch.start_backward)
-    _require_finite(solution, times, watch.evaluations)
-    return list(solution[1:].unbind(0)), watch.trace(solution)
+    # One interval after the other: torchdiffeq lands on the last of the times it is given, but may step over others,
+    # or up to them but for a rounding error.
+    states = [x]
+    for start, end in pairwise(times):
+        ends = _clock([start, end], x.device)
+        options = {"step_t": ends, "norm": watch.norm, "first_step": watch.step, "dtype": ends.dtype}
+        if parameters is None:
+            solution = cast(Tensor, odeint(watch, states[-1], ends, options=options, **settings))
+        else:
+            backward = {"step_t": ends, "norm": _largest_rms, "dtype": ends.dtype}
+            adjoint = {"adjoint_options": backward, "adjoint_params": wanted}
+            solution = cast(Tensor, odeint_adjoint(watch, states[-1], ends, options=options, **adjoint, **settings))
+            if solution.requires_grad:
+                solution.register_hook(partial(watch.start_backward, end))
+        _require_finite(solution, [start, end], watch.evaluations)
+        states.append(solution[1])
+    return states[1:], watch.trace(states[-1])
 
 
 @torch.compiler.disable
@@ -274,6 +283,7 @@ def solve_per_sample(
     atol: float,
     max_evaluations: int,
     keep_states: bool = False,
+    together: bool = False,
 ) -> tuple[list[Tensor], SolveTrace]:
     """Solve with every sample on its own clock: own steps, own errors, nothing that depends on its batch-mates.
 
@@ -282,8 +292,9 @@ def solve_per_sample(
     Steps land on the requested times. Samples that reached the last one cost nothing further. Differentiable by
     backpropagation through the accepted steps, whose sizes count as constants.
 
-    The velocity must treat samples separately. A sample then agrees with itself in another batch as closely as its
-    velocity does, to rounding, unless an error lies within rounding of its tolerance.
+    A sample's result is the same alone and in any batch, to the bit on most machines, because the velocity sees one
+    sample at a time. In one call for all, the rounding of its matrix products depends on their number, and error
+    estimates close to rounding carry that into the step sizes.
 
     Args:
         velocity: Maps the states of any of the samples to their derivatives.
@@ -294,6 +305,8 @@ def solve_per_sample(
         atol: Absolute tolerance of the local error.
         max_evaluations: Evaluations of the velocity after which to give up, for any one sample.
         keep_states: Whether the trace holds the states at all steps.
+        together: Evaluate the velocity for all samples in one call: for a GPU, as a CPU hardly gains. In float32 the
+            results then depend on the batch by some 1e-6 of the state, and rarely by a step, a part of the tolerance.
 
     Returns:
         The states at ``times[1:]``, and the trace, with one count per sample.
@@ -317,14 +330,16 @@ def solve_per_sample(
 
     stops = torch.tensor(times[1:], dtype=torch.float64)
     smallest_step = _smallest_step(times)
+    apply = _apply_together if together else _apply_one_by_one
+    trial = partial(_trial, velocity, rtol, atol, pair)
     landed_slots: list[Tensor] = []
     landed_states: list[Tensor] = []
 
     # from here on everything is about the samples still on their way, in this order
     samples = torch.arange(batch)
     state = x
-    slope = velocity(x).to(x.dtype)
-    step = _first_steps(velocity, state, slope, rtol, atol, pair.order)
+    slope, first = apply(partial(_start, velocity, rtol, atol, pair.order), x)
+    step = first.to("cpu", torch.float64)
     evaluations += 2
     finite = step.isfinite()
     clock = torch.full_like(step, times[0])
@@ -347,9 +362,8 @@ def solve_per_sample(
         lands = 1.01 * step >= remaining
         taken = torch.where(lands, remaining, step)
         length = taken.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
-        reached, end_slope, error = _embedded_step(velocity, state, slope, length, pair)
-        with torch.no_grad():
-            ratio = _rms(error / (atol + rtol * torch.maximum(state.abs(), reached.abs())))
+        reached, end_slope, ratio = apply(trial, state, slope, length)
+        ratio = ratio.to("cpu", torch.float64)
         accept = ratio <= 1  # False for NaN
 
         rows = accept.nonzero().squeeze(1)
@@ -361,7 +375,7 @@ def solve_per_sample(
                 # A rejected trial has gradient zero, but zero times infinity is NaN in the gradient of the weights:
                 # the others take their step again, without it. Not counted, for it is not the solution's doing.
                 kept = [tensor.index_select(0, rows_there) for tensor in (state, slope, length)]
-                reached, end_slope, _ = _embedded_step(velocity, *kept, pair)
+                reached, end_slope, _ = apply(trial, *kept)
             else:
                 reached, end_slope = reached.index_select(0, rows_there), end_slope.index_select(0, rows_there)
             state = state.index_copy(0, rows_there, reached)
@@ -405,18 +419,17 @@ class _Watch:
         self,
         velocity: Callable[[Tensor], Tensor],
         times: list[float],
-        rounding: float,
         max_evaluations: int,
         keep_states: bool,
     ) -> None:
         self.evaluate = velocity
-        self.times = times
-        self.rounding = rounding
+        self.horizon = times[-1]
         self.smallest_step = _smallest_step(times)
         self.max_evaluations = max_evaluations
         self.keep_states = keep_states
         self.where = ""
         self.time = times[0]
+        self.step: float | None = None
         self.evaluations = 0
         self.rejected = 0
         self.error: Tensor | None = None
@@ -438,11 +451,13 @@ class _Watch:
 
     def callback_step(self, start: Tensor, state: Tensor | tuple[Tensor, ...], step: Tensor) -> None:
         self.time = float(start)
+        self.step = float(step)
         tensors = (state,) if isinstance(state, Tensor) else state
-        size = float(step) if all(tensor.isfinite().all() for tensor in tensors) else 0.0
-        if not size > max(self.smallest_step, self.rounding * abs(self.time)):
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            self.step = 0.0
+        if not self.step > max(self.smallest_step, torch.finfo(step.dtype).eps * abs(self.time)):
             # torchdiffeq makes a step of zero of one that is NaN
-            problem, remedy = _no_step(size or math.nan)
+            problem, remedy = _no_step(self.step or math.nan)
             raise SolveError(problem + self.where, self.time, self.evaluations, remedy)
 
     def callback_accept_step(self, start: Tensor, state: Tensor, _: Tensor) -> None:
@@ -455,17 +470,17 @@ class _Watch:
     def callback_reject_step(self, *_: Tensor) -> None:
         self.rejected += 1
 
-    def start_backward(self, _: Tensor) -> None:
+    def start_backward(self, end: float, _: Tensor) -> None:
         self.where = " in the adjoint solve"
-        self.time = self.times[-1]
+        self.time = end
         self.evaluations = 0
 
     callback_step_adjoint = callback_step
 
-    def trace(self, solution: Tensor) -> SolveTrace:
-        """What the forward solve did, given its states at all times."""
-        states = [*self.states[1:], solution[-1].detach()] if self.keep_states else None
-        times = [*self.starts[1:], self.times[-1]]
+    def trace(self, end: Tensor) -> SolveTrace:
+        """What the forward solve did, given the state at its end."""
+        states = [*self.states[1:], end.detach()] if self.keep_states else None
+        times = [*self.starts[1:], self.horizon]
         return SolveTrace(self.evaluations, len(times), self.rejected, times, self.largest_error, states)
 
 
@@ -518,7 +533,7 @@ def _require_declared(slope: Tensor, declared: set[_Edge]) -> None:
 def _adjoint_velocity(
     velocity: Callable[[Tensor], Tensor], device_type: str, wanted: Sequence[Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """The velocity for an adjoint solve: under today's autocast even in backward, and once tested for its parameters."""
+    """The velocity of an adjoint solve: under today's autocast in backward too, and tested once for its parameters."""
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
     untested = torch.is_grad_enabled()
@@ -538,17 +553,34 @@ def _adjoint_velocity(
     return evaluate
 
 
-def _embedded_step(
-    velocity: Callable[[Tensor], Tensor], state: Tensor, slope: Tensor, length: Tensor, pair: EmbeddedPair
+def _apply_together(function: Callable[..., tuple[Tensor, ...]], *batches: Tensor) -> tuple[Tensor, ...]:
+    return function(*batches)
+
+
+def _apply_one_by_one(function: Callable[..., tuple[Tensor, ...]], *batches: Tensor) -> tuple[Tensor, ...]:
+    singles = zip(*(batch.split(1) for batch in batches), strict=True)
+    return tuple(map(torch.cat, zip(*(function(*single) for single in singles), strict=True)))
+
+
+def _trial(
+    velocity: Callable[[Tensor], Tensor],
+    rtol: float,
+    atol: float,
+    pair: EmbeddedPair,
+    state: Tensor,
+    slope: Tensor,
+    length: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One trial step of every sample: the state and the velocity at its end, and the estimated error.
+    """One step of every sample: the state and the velocity at its end, and its error over the tolerance (samples,).
 
     Args:
         velocity: As in `solve_per_sample`.
+        rtol: Likewise.
+        atol: Likewise.
+        pair: The method.
         state: (samples, ...).
         slope: Velocity at the state.
-        length: Step sizes (samples, 1, ...), one for each dimension of the state.
-        pair: The method.
+        length: Step sizes (samples, 1, ...), of as many dimensions as the state.
     """
     slopes = [slope]
     reached = state
@@ -557,29 +589,32 @@ def _embedded_step(
         slopes.append(velocity(reached).to(state.dtype))
     with torch.no_grad():
         error = length * _weighted(slopes, pair.error)
-    return reached, slopes[-1], error
+        ratio = _rms(error / (atol + rtol * torch.maximum(state.abs(), reached.abs())))
+    return reached, slopes[-1], ratio
 
 
 def _weighted(slopes: list[Tensor], weights: list[float]) -> Tensor:
     return advance(slopes[0] * weights[0], slopes[1:], weights[1:], 1.0)
 
 
-@torch.no_grad()
-def _first_steps(
-    velocity: Callable[[Tensor], Tensor], state: Tensor, slope: Tensor, rtol: float, atol: float, order: int
-) -> Tensor:
-    """First step size of every sample, float64 on the CPU; one evaluation (Hairer, Nørsett, Wanner, page 169).
+def _start(
+    velocity: Callable[[Tensor], Tensor], rtol: float, atol: float, order: int, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The velocity at the initial state, and a first step size for every sample (samples,); two evaluations.
 
-    A step in which Euler's method and a guess at the second derivative see an error of a hundredth of the tolerance.
+    A step in which Euler's method and a guess at the second derivative see an error of a hundredth of the tolerance
+    (Hairer, Nørsett, Wanner, Solving ODEs I, section II.4, "starting step size").
     """
-    tolerance = atol + rtol * state.abs()
-    size, speed = _rms(state / tolerance), _rms(slope / tolerance)
-    guess = torch.where((size < 1e-5) | (speed < 1e-5), 1e-6, 0.01 * size / speed)
-    length = guess.to(state.device, state.dtype).reshape(-1, *[1] * (state.dim() - 1))
-    bend = _rms((velocity(torch.addcmul(state, length, slope)).to(state.dtype) - slope) / tolerance) / guess
-    steepest = torch.maximum(speed, bend)
-    step = torch.where(steepest <= 1e-15, (guess * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
-    return torch.minimum(100 * guess, step)
+    slope = velocity(state).to(state.dtype)
+    with torch.no_grad():
+        tolerance = atol + rtol * state.abs()
+        size, speed = _rms(state / tolerance), _rms(slope / tolerance)
+        guess = torch.where((size < 1e-5) | (speed < 1e-5), 1e-6, 0.01 * size / speed)
+        probe = torch.addcmul(state, guess.reshape(-1, *[1] * (state.dim() - 1)), slope)
+        bend = _rms((velocity(probe).to(state.dtype) - slope) / tolerance) / guess
+        steepest = torch.maximum(speed, bend)
+        step = torch.where(steepest <= 1e-15, (guess * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
+    return slope, torch.minimum(100 * guess, step)
 
 
 def _next_steps(step: Tensor, taken: Tensor, ratio: Tensor, just_rejected: Tensor, order: int) -> Tensor:
@@ -599,8 +634,8 @@ def _next_steps(step: Tensor, taken: Tensor, ratio: Tensor, just_rejected: Tenso
 
 
 def _rms(tensor: Tensor) -> Tensor:
-    """Root mean square over each sample, float64 on the CPU, where the clocks are."""
-    return tensor.detach().reshape(len(tensor), -1).square().mean(1).sqrt().to("cpu", torch.float64)
+    """Root mean square over each sample."""
+    return tensor.reshape(len(tensor), -1).square().mean(1).sqrt()
 
 
 def _largest_rms(tensors: Sequence[Tensor]) -> Tensor:

@@ -47,42 +47,23 @@ def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
 
 def stacked_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """The stacked form for all heads at once, in plain operators that scripting and export understand."""
-    batch, height, width, heads, head_dim = values.shape
-    planes = _planes(values).reshape(heads, batch, height, width * head_dim)
-    mixed = torch.matmul(_row_stack(row_kernels, values.dtype), planes)
-    mixed = mixed.reshape(heads, batch, height, row_kernels.shape[1] * width, head_dim)
-    return torch.matmul(_column_stack(column_kernels, values.dtype), mixed).permute(1, 2, 3, 0, 4)
+    row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
+    return _stacked(_planes(values), row_stack, column_stack).permute(1, 2, 3, 0, 4)
 
 
 def stacked_mix_backward(
     grad: Tensor, values: Tensor, row_kernels: Tensor, column_kernels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `stacked_mix`, with both M-fold intermediates (of V and of the gradient) made anew."""
-    batch, height, width, heads, head_dim = values.shape
-    components = row_kernels.shape[1]
-    row_stack, column_stack = _row_stack(row_kernels, values.dtype), _column_stack(column_kernels, values.dtype)
-    planes = _planes(values).reshape(heads, batch, height, width * head_dim)
-    grad_planes = _planes(grad)
-
-    grad_mixed = torch.matmul(column_stack.mT, grad_planes)
-    grad_mixed = grad_mixed.reshape(heads, batch, height * components, width * head_dim)
-    grad_values = torch.matmul(row_stack.mT, grad_mixed).reshape(heads, batch, height, width, head_dim)
-    grad_rows = torch.matmul(grad_mixed, planes.mT).sum(1)
-
-    mixed = torch.matmul(row_stack, planes).reshape(heads, batch * height, components * width, head_dim)
-    grad_rows_of_columns = grad_planes.permute(0, 3, 1, 2, 4).reshape(heads, width, -1)
-    grad_columns = torch.matmul(grad_rows_of_columns, mixed.transpose(1, 2).reshape(heads, components * width, -1).mT)
-    return (
-        grad_values.permute(1, 2, 3, 0, 4),
-        grad_rows.reshape(heads, height, components, height).transpose(1, 2).to(row_kernels.dtype),
-        grad_columns.reshape(heads, width, components, width).transpose(1, 2).to(column_kernels.dtype),
-    )
+    row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
+    of_planes, of_rows, of_columns = _stacked_backward(_planes(grad), _planes(values), row_stack, column_stack)
+    return of_planes.permute(1, 2, 3, 0, 4), _unstack(of_rows, row_kernels), _unstack(of_columns, column_kernels)
 
 
 def dense_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """The dense form: one product a head with its N x N operator."""
     operator = dense_operator(row_kernels, column_kernels).to(values.dtype)
-    return _from_columns(torch.matmul(operator, _to_columns(values)), values)
+    return _apply(operator, values)
 
 
 def dense_mix_backward(
@@ -91,25 +72,82 @@ def dense_mix_backward(
     """Gradients of `dense_mix`, with the operator built anew."""
     height, width, heads = values.shape[1:4]
     operator = dense_operator(row_kernels, column_kernels).to(values.dtype)
-    grad_columns = _to_columns(grad)
-    grad_values = _from_columns(torch.matmul(operator.mT, grad_columns), values)
-    grad_operator = torch.matmul(grad_columns, _to_columns(values).mT).to(row_kernels.dtype)
+    grad_values = _apply(operator.mT, grad)
+    grad_operator = torch.matmul(_to_columns(grad), _to_columns(values).mT)
     # (heads, rows i k, columns j l): the operator is a sum of M products of two such flattened kernels
-    grad_operator = grad_operator.reshape(heads, height, width, height, width).transpose(2, 3)
+    grad_operator = grad_operator.to(row_kernels.dtype).reshape(heads, height, width, height, width).transpose(2, 3)
     grad_operator = grad_operator.reshape(heads, height * height, width * width)
     grad_rows = torch.matmul(column_kernels.flatten(2), grad_operator.mT).reshape(row_kernels.shape)
     grad_columns = torch.matmul(row_kernels.flatten(2), grad_operator).reshape(column_kernels.shape)
     return grad_values, grad_rows, grad_columns
 
 
-def _row_stack(row_kernels: Tensor, dtype: torch.dtype) -> Tensor:
+def _stacks(row_kernels: Tensor, column_kernels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The matrices A (heads, 1, height * components, height) and B (heads, 1, 1, width, components * width)."""
     heads, components, height, _ = row_kernels.shape
-    return row_kernels.to(dtype).transpose(1, 2).reshape(heads, 1, height * components, height)
+    width = column_kernels.shape[2]
+    row_stack = row_kernels.to(dtype).transpose(1, 2).reshape(heads, 1, height * components, height)
+    return row_stack, column_kernels.to(dtype).transpose(1, 2).reshape(heads, 1, 1, width, components * width)
 
 
-def _column_stack(column_kernels: Tensor, dtype: torch.dtype) -> Tensor:
-    heads, components, width, _ = column_kernels.shape
-    return column_kernels.to(dtype).transpose(1, 2).reshape(heads, 1, 1, width, components * width)
+def _unstack(stack: Tensor, like: Tensor) -> Tensor:
+    heads, components, length, _ = like.shape
+    return stack.reshape(heads, length, components, length).transpose(1, 2).to(like.dtype)
+
+
+def _stacked(planes: Tensor, row_stack: Tensor, column_stack: Tensor) -> Tensor:
+    """Mix planes (batch, height, width, head_dim), of one head or with one more dimension in front for all heads."""
+    mixed = torch.matmul(row_stack, planes.flatten(-2))
+    return torch.matmul(column_stack, _by_row(mixed, planes, column_stack))
+
+
+def _stacked_backward(
+    grad: Tensor, planes: Tensor, row_stack: Tensor, column_stack: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `_stacked` with respect to the planes and both stacks."""
+    rows = planes.flatten(-2)
+    grad_mixed = torch.matmul(column_stack.mT, grad).flatten(-3)
+    grad_mixed = grad_mixed.unflatten(-1, [row_stack.shape[-2], rows.shape[-1]])
+    grad_planes = torch.matmul(row_stack.mT, grad_mixed).reshape(planes.shape)
+    grad_row_stack = torch.matmul(grad_mixed, rows.mT).sum(-3)
+    mixed = _by_row(torch.matmul(row_stack, rows), planes, column_stack)
+    grad_column_stack = torch.matmul(grad, mixed.mT).flatten(-4, -3).sum(-3)
+    return grad_planes, grad_row_stack, grad_column_stack
+
+
+def _by_row(mixed: Tensor, planes: Tensor, column_stack: Tensor) -> Tensor:
+    """View (height * components, width * head_dim) as (height, components * width, head_dim)."""
+    return mixed.flatten(-2).unflatten(-1, [planes.shape[-3], column_stack.shape[-1], planes.shape[-1]])
+
+
+def _stacked_by_head(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
+    """A head at a time: its M-fold intermediate stays in the cache, its kernels broadcast without a copy."""
+    stacks = (stack.unbind() for stack in _stacks(row_kernels, column_kernels, values.dtype))
+    return torch.stack([_stacked(*head) for head in zip(values.unbind(3), *stacks, strict=True)], 3)
+
+
+def _stacked_backward_by_head(
+    grad: Tensor, values: Tensor, row_kernels: Tensor, column_kernels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    stacks = (stack.unbind() for stack in _stacks(row_kernels, column_kernels, values.dtype))
+    heads = zip(grad.unbind(3), values.unbind(3), *stacks, strict=True)
+    of_planes, of_rows, of_columns = zip(*(_stacked_backward(*head) for head in heads), strict=True)
+    return (
+        torch.stack(of_planes, 3),
+        _unstack(torch.stack(of_rows), row_kernels),
+        _unstack(torch.stack(of_columns), column_kernels),
+    )
+
+
+def _apply(operator: Tensor, values: Tensor) -> Tensor:
+    """Multiply the tokens of each head by its N x N matrix; on the CPU a head at a time, which reads them in place."""
+    if values.device.type == "cpu":
+        tokens = values.flatten(1, 2).unbind(2)
+        mixed = [torch.matmul(head, columns) for head, columns in zip(operator.unbind(), tokens, strict=True)]
+        return torch.stack(mixed, 2).reshape(values.shape)
+    batch, height, width, heads, head_dim = values.shape
+    columns = torch.matmul(operator, _to_columns(values))
+    return columns.reshape(heads, height, width, batch, head_dim).permute(3, 1, 2, 0, 4)
 
 
 def _planes(values: Tensor) -> Tensor:
@@ -121,40 +159,23 @@ def _to_columns(values: Tensor) -> Tensor:
     return values.permute(3, 1, 2, 0, 4).reshape(heads, height * width, batch * head_dim)
 
 
-def _from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    batch, height, width, heads, head_dim = like.shape
-    return columns.reshape(heads, height, width, batch, head_dim).permute(3, 1, 2, 0, 4)
-
-
 def _is_dense(values: Tensor, row_kernels: Tensor, backward: bool) -> bool:
     batch, height, width, _, head_dim = values.shape
     return prefers_dense(batch, height, width, head_dim, row_kernels.shape[1], backward)
 
 
-def _head_groups(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Values (heads in dimension 3) and kernels (heads in dimension 0), a head at a time on the CPU, else all together.
-
-    On the CPU the M-fold intermediate of one head stays in the cache and its kernels broadcast without a copy;
-    elsewhere few large launches win.
-    """
-    if tensors[0].device.type != "cpu":
-        return [tensors]
-    split = [tensor.split(1, 3 if tensor.dim() == 5 else 0) for tensor in tensors]
-    return list(zip(*split, strict=True))
-
-
 def _forward(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     if _is_dense(values, row_kernels, backward=False):
         return dense_mix(values, row_kernels, column_kernels)
-    return torch.cat([stacked_mix(*group) for group in _head_groups(values, row_kernels, column_kernels)], 3)
+    form = _stacked_by_head if values.device.type == "cpu" else stacked_mix
+    return form(values, row_kernels, column_kernels)
 
 
 def _backward(grad: Tensor, values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> tuple[Tensor, ...]:
     if _is_dense(values, row_kernels, backward=True):
         return dense_mix_backward(grad, values, row_kernels, column_kernels)
-    groups = _head_groups(grad, values, row_kernels, column_kernels)
-    of_values, of_rows, of_columns = zip(*(stacked_mix_backward(*group) for group in groups), strict=True)
-    return torch.cat(of_values, 3), torch.cat(of_rows), torch.cat(of_columns)
+    form = _stacked_backward_by_head if values.device.type == "cpu" else stacked_mix_backward
+    return form(grad, values, row_kernels, column_kernels)
 
 
 class _Mix(torch.autograd.Function):

@@ -1,0 +1,214 @@
+"""Train SSoG and its dense attention twin on real digits with timm's own parts; then reload, enlarge and draw them.
+
+Everything runs on the CPU and lands below output/: models, and the images of kernels and accuracies.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import timm
+import torch
+from digits import IMAGE_SIZE, digit_loader
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from timm.models import save_for_hf
+from timm.utils import random_seed
+from torch import Tensor
+from tqdm import tqdm
+from training import MODEL, RECIPE, accuracy, create_model, train
+
+from timm_ssog import VitSsog
+from timm_ssog.ops.naive import dense_operator
+
+EPOCHS = 5
+SIZES = (IMAGE_SIZE, IMAGE_SIZE * 3 // 2, IMAGE_SIZE * 2)
+OUTPUT = Path(__file__).parents[1] / "output"
+
+MIXERS = {"SSoG": "ssog", "attention": "attention"}
+DEPTHS: dict[str, dict[str, Any]] = {"discrete": {"name": "vit_ssog_tiny", "depth": 4}}
+"""Columns of the comparison: how each model repeats its blocks."""
+
+COLOURS = {"SSoG": "#1b6ca8", "attention": "#c8553d"}
+
+
+def train_and_save(mixer: str, depth: str, folder: Path, epochs: int, limit: int | None) -> VitSsog:
+    """Train one model behind a progress bar and save it as timm saves models for the Hub.
+
+    Args:
+        mixer: A name in `MIXERS`.
+        depth: A name in `DEPTHS`.
+        folder: Where config.json and model.safetensors go.
+        epochs: Passes over the training images.
+        limit: Use only so many training images; all if None.
+
+    Returns:
+        The trained model.
+    """
+    random_seed(0)
+    model = create_model(**DEPTHS[depth], mixer=MIXERS[mixer])
+    loader = digit_loader("train", batch_size=RECIPE["batch_size"], limit=limit)
+    with tqdm(total=epochs * len(loader), desc=f"{mixer}, {depth}".ljust(20), unit="step") as bar:
+
+        def show(loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
+            bar.update()
+
+        train(model, loader, epochs, on_step=show)
+    arguments = {**MODEL, **DEPTHS[depth], "mixer": MIXERS[mixer]}
+    for key in ("name", "pretrained_cfg_overlay"):
+        del arguments[key]
+    save_for_hf(model, str(folder), model_args=arguments, safe_serialization=True)
+    return model
+
+
+def reload(folder: Path, **changes: Any) -> VitSsog:
+    """Load a saved model through timm, changed where asked."""
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True, **changes)
+    return model.eval()  # type: ignore[return-value]
+
+
+@torch.inference_mode()
+def logits(model: VitSsog, images: Tensor) -> Tensor:
+    """The model's answer to a batch of images, in evaluation mode."""
+    return model.eval()(images)
+
+
+def resolution_curves(name: str, folder: Path, limit: int | None) -> Iterator[tuple[str, list[float]]]:
+    """Yield the accuracy of a saved model at each of `SIZES`; for SSoG with both kinds of kernel coordinates."""
+    variants: dict[str, dict[str, str]] = {name: {}}
+    if MIXERS[name] == "ssog":
+        variants = {
+            f"{name}, kernels relative to the image": {"kernel_coords": "relative"},
+            f"{name}, kernels in cells": {"kernel_coords": "cells"},
+        }
+    for label, changes in variants.items():
+        model = reload(folder, **changes)
+        yield label, [accuracy(model, digit_loader("test", size, limit=limit)) for size in SIZES]
+
+
+def draw_kernels(model: VitSsog, title: str) -> Figure:
+    """Draw, for each block and head, the weights with which the centre token looks at all tokens."""
+    height, width = model.patch_embed.grid_size
+    row, column = height // 2, width // 2
+    mixers: list[Any] = [block.mixer for block in model.blocks]
+    heads = mixers[0].num_heads
+    figure, axes = plt.subplots(
+        len(mixers), heads, figsize=(2.1 * heads + 1.4, 2.1 * len(mixers) + 1.2), squeeze=False, layout="constrained"
+    )
+    figure.suptitle(title)
+    for block, mixer in enumerate(mixers):
+        with torch.no_grad():
+            operator = dense_operator(*mixer.kernels(height, width))
+        weights = operator[:, row * width + column].reshape(heads, height, width)
+        limit = float(weights.abs().max())
+        for head, axis in enumerate(axes[block]):
+            image = axis.imshow(weights[head].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
+            axis.plot(column, row, marker="+", color="black", markersize=7, markeredgewidth=1.2)
+            axis.set(xticks=[], yticks=[])
+            if block == 0:
+                axis.set_title(f"head {head + 1}", fontsize=10)
+            if head == 0:
+                axis.set_ylabel(f"block {block + 1}", fontsize=10)
+        bar = figure.colorbar(image, ax=axes[block], pad=0.02, aspect=12)
+        bar.ax.tick_params(labelsize=8)
+    figure.supxlabel("+ marks the centre token; red adds, blue subtracts; one colour scale a block", fontsize=9)
+    return figure
+
+
+def draw_resolution(curves: dict[str, list[float]]) -> Figure:
+    """Draw accuracy against the resolution of the test images."""
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for label, values in curves.items():
+        colour = COLOURS[label.partition(",")[0]]
+        style = "--" if label.endswith("cells") else "-"
+        axis.plot(SIZES, values, style, marker="o", color=colour, label=label)
+    axis.set_xticks(SIZES, [f"{size} px\n({size / IMAGE_SIZE:g}x)" for size in SIZES])
+    axis.set_ylim(0, 100)
+    axis.set(
+        title=f"Trained at {IMAGE_SIZE} px, tested on enlarged images without further training",
+        xlabel="side of the test images",
+        ylabel="top-1 accuracy, %",
+    )
+    axis.grid(axis="y", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="best")
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def print_table(title: str, columns: list[str], rows: dict[str, list[str]]) -> None:
+    """Print a table whose columns are as wide as they need to be."""
+    first = max(map(len, [title, *rows]))
+    widths = [max(len(cell) for cell in cells) for cells in zip(columns, *rows.values(), strict=True)]
+    for name, cells in {title: columns, **rows}.items():
+        print("  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]))
+    print()
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for everything (default: output)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one epoch over 50 images, to see that it runs; not for results",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    output: Path = options.output
+    if output.exists() and not output.is_dir():
+        raise SystemExit(f"--output must be a folder, and {output} is a file.")
+    mpl.use("agg")
+    epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
+    start = time.perf_counter()
+    output.mkdir(parents=True, exist_ok=True)
+
+    images = next(iter(digit_loader("test", batch_size=100)))[0]
+    accuracies: dict[str, list[str]] = {mixer: [] for mixer in MIXERS}
+    curves: dict[str, list[float]] = {}
+    files: dict[str, Path] = {}
+    reloads = []
+    for depth in DEPTHS:
+        for mixer in MIXERS:
+            name = f"{MIXERS[mixer]}-{depth}"
+            folder = files[f"model {name}"] = output / name
+            model = train_and_save(mixer, depth, folder, epochs, limit)
+            if not torch.equal(logits(model, images), logits(reload(folder), images)):
+                raise SystemExit(f"The model reloaded from {folder} answers otherwise than the one that was saved.")
+            reloads.append(name)
+            of_model = dict(resolution_curves(mixer, folder, limit))
+            accuracies[mixer].append(f"{next(iter(of_model.values()))[0]:.1f} %")
+            if depth == "discrete":
+                curves.update(of_model)
+                if MIXERS[mixer] == "ssog":
+                    files["kernels"] = output / "kernels.png"
+                    save_figure(
+                        draw_kernels(model, "Learned SSoG kernels: the weight of every token in the centre token"),
+                        files["kernels"],
+                    )
+    files["resolution"] = output / "resolution.png"
+    save_figure(draw_resolution(curves), files["resolution"])
+
+    print_table(f"top-1 at {IMAGE_SIZE} px", list(DEPTHS), accuracies)
+    rows = {label: [f"{value:.1f} %" for value in values] for label, values in curves.items()}
+    print_table(f"trained at {IMAGE_SIZE} px, tested at", [f"{size} px" for size in SIZES], rows)
+    print(f"Saved and reloaded with identical logits (torch.equal): {', '.join(reloads)}.\n")
+    for what, path in files.items():
+        print(f"{what.ljust(max(map(len, files)))}  {path}")
+    print(f"\nDone in {(time.perf_counter() - start) / 60:.1f} min.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

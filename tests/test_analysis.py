@@ -1,0 +1,142 @@
+"""Solver traces, the "is it an ODE?" report and the figures."""
+
+import json
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+import timm_ssog
+from timm_ssog import analysis
+
+SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+
+
+def build(kind: str = "_ode", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = timm.create_model(f"vit_ssog_tiny{kind}", **{**SMALL, **options}).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight") and "blocks" in name and parameter.dim() == 2:
+                parameter.mul_(4)
+    return model
+
+
+def photos(count: int = 3) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def velocity_calls(model: Any, images: Tensor) -> int:
+    calls = []
+    handle = model.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+    model(images)
+    handle.remove()
+    return len(calls)
+
+
+@pytest.mark.parametrize("settings", [{"solver": "rk4", "solver_steps": 5}, {"solver": "dopri5"}, {"solver": "bosh3"}])
+def test_trace_counts_what_the_model_does(settings):
+    model = build(**settings)
+    trace = timm_ssog.trace_solve(model, photos())
+    assert trace.evaluations == velocity_calls(model, photos())
+    assert trace.times[-1] == pytest.approx(12.0)
+    assert len(trace.times) == trace.accepted
+    assert trace.states is None
+
+
+def test_trace_per_sample_counts_each_image():
+    model = build(solver="dopri5", per_sample=True, rtol=1e-5, atol=1e-5)
+    images = photos()
+    images[1] *= 100
+    trace = timm_ssog.trace_solve(model, images)
+    alone = [timm_ssog.trace_solve(model, images[i : i + 1]).evaluations for i in range(3)]
+    assert torch.equal(trace.evaluations, torch.cat(alone))
+
+
+def test_trace_keeps_states_at_feature_times_and_leaves_the_model_as_it_was():
+    model = build(solver_steps=4).train()
+    trace = timm_ssog.trace_solve(model, photos(), keep_states=True)
+    assert model.training
+    assert model.num_steps == 4
+    taps = model.eval().forward_intermediates(photos(), intermediates_only=True)
+    assert len(trace.states) == 4
+    for state, tap in zip(trace.states, taps, strict=True):
+        torch.testing.assert_close(state.permute(0, 3, 1, 2), tap)
+
+
+def test_error_estimate_of_a_fixed_step_solve_is_close_to_its_error():
+    model = build(solver="rk4", solver_steps=24)
+    estimate = timm_ssog.trace_solve(model, photos()).error_estimate
+    states = {}
+    for steps in (24, 384):
+        model.set_solver(solver_steps=steps)
+        states[steps] = timm_ssog.trace_solve(model, photos(), keep_states=True).states[-1]
+    error = (states[24] - states[384]).flatten(1).square().mean(1).sqrt().max()
+    assert 0.5 * error < estimate < 2 * error
+
+
+def test_trace_of_several_blocks_is_one():
+    model = build(depth=2, solver="dopri5", solver_steps=4)
+    trace = timm_ssog.trace_solve(model, photos(), keep_states=True)
+    assert len(trace.states) == 4
+    assert trace.times[-1] == pytest.approx(12.0)
+    assert 6.0 in [pytest.approx(time) for time in trace.times]
+
+
+def test_only_a_continuous_model_has_a_trace():
+    with pytest.raises(ValueError, match="Expected a continuous model .* got LoopedVitSsog"):
+        timm_ssog.trace_solve(build("_looped"), photos())
+
+
+def test_report_tells_a_solution_from_a_memorised_grid():
+    smooth = build(solver="rk4", solver_steps=48, horizon=1.0)
+    report = analysis.ode_report(smooth, photos(), torch.tensor([0, 1, 2]), steps=(1, 4, 16))
+    assert report.converges
+    assert "converges" in str(report)
+    drift = {(row.solver, row.steps): row.drift for row in report.rows}
+    assert drift["rk4", 16] < drift["midpoint", 16] < drift["euler", 16] < drift["euler", 1]
+    assert {row.accuracy for row in report.rows} <= {0.0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0}
+    assert smooth.num_steps == 48
+    coarse = build(solver="euler", solver_steps=1)
+    report = analysis.ode_report(coarse, photos(), steps=(1, 2))
+    assert not report.converges
+    assert "Not a solution" in report.verdict
+    assert json.loads(json.dumps(report.to_dict()))["trained"] == "euler x 1"
+
+
+def test_report_measures_drift_and_flips_against_the_exact_flow():
+    model = build(solver="euler", solver_steps=2)
+    report = analysis.ode_report(model, photos(8), steps=(2,), solvers=("euler",))
+    with torch.no_grad():
+        trained = model(photos(8))
+        model.set_solver("rk4", solver_steps=analysis.REFERENCE_STEPS)
+        exact = model(photos(8))
+    assert report.rows[0].flips == pytest.approx(float((trained.argmax(1) != exact.argmax(1)).float().mean()))
+    assert report.trained_drift == pytest.approx(float((trained - exact).square().mean().sqrt() / exact.std()))
+
+
+@pytest.mark.parametrize("kind", ["", "_looped", "_ode"])
+def test_figures_are_drawn(kind, tmp_path):
+    model = build(kind, depth=2 if not kind else 1)
+    for figure, panels in (
+        (analysis.kernel_atlas(model, 64), 2 * len(model.blocks)),
+        (analysis.trajectory(model, photos()), 2),
+    ):
+        assert len(figure.axes) == panels
+        figure.savefig(tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_atlas_draws_what_the_mixer_computes():
+    model = build("", depth=1)
+    figure = analysis.kernel_atlas(model, 32)
+    drawn = torch.as_tensor(figure.axes[1].images[0].get_array())
+    mixer = model.blocks[0].mixer
+    impulse = torch.zeros(1, 4, 4, 2, 16)
+    impulse[0, 1, 3, 1] = 1.0
+    response = timm_ssog.separable_mix(impulse, *mixer.kernels(4, 4))[0, 2, 2, 1, 0]
+    assert float(drawn[1, 3]) == pytest.approx(float(response), rel=1e-5)
+    with pytest.raises(ValueError, match="no SSoG mixer|this model has none"):
+        analysis.kernel_atlas(build("", mixer="attention"), 32)

@@ -1,0 +1,257 @@
+"""The examples: their data, a tiny ablation and a quick demo from end to end."""
+
+import hashlib
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import timm_ssog
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
+ablation: Any = importlib.import_module("ablation")
+demo: Any = importlib.import_module("demo")
+digits: Any = importlib.import_module("digits")
+
+
+def test_digits_are_the_real_ones_in_one_fixed_split():
+    checksums = {}
+    for split in ("train", "test"):
+        images, labels = digits.digits(split)
+        assert np.bincount(labels).tolist() == [len(labels) // 10] * 10
+        checksums[split] = hashlib.sha256(images.tobytes() + labels.astype(np.uint8).tobytes()).hexdigest()[:16]
+    assert checksums == {"train": "f80759f5b1a3c0d8", "test": "d45889396b5167e7"}
+
+
+def test_no_test_image_is_trained_on():
+    train, test = ({image.tobytes() for image in digits.digits(split)[0]} for split in ("train", "test"))
+    assert (len(train), len(test)) == (4000, 1000)
+    assert not train & test
+
+
+def test_normalisation_is_that_of_the_training_images():
+    pixels = digits.digits("train")[0] / 255
+    assert digits.MEAN[0] == pytest.approx(pixels.mean(), abs=5e-5)
+    assert digits.STD[0] == pytest.approx(pixels.std(), abs=5e-5)
+
+
+def test_loader_shifts_training_images_and_only_those():
+    image = digits.digits("train")[0][0]
+    padded = np.pad(image, digits.SHIFT)
+    size = digits.IMAGE_SIZE
+    shifts = {padded[row : row + size, column : column + size].tobytes() for row in range(5) for column in range(5)}
+    seen = {np.asarray(digits.Digits("train", shift=digits.SHIFT)[0][0]).tobytes() for _ in range(50)}
+    assert seen <= shifts
+    assert len(seen) > 10
+    batch = next(iter(digits.digit_loader("test", batch_size=3)))[0]
+    expected = (torch.tensor(digits.digits("test")[0][:3]) / 255 - digits.MEAN[0]) / digits.STD[0]
+    torch.testing.assert_close(batch, expected[:, None])
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'validation'"):
+        digits.digits("validation")
+
+
+@pytest.fixture
+def fake_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Replaces the training of a run by a made-up accuracy; returns the calls so far."""
+    calls: list[tuple[str, int]] = []
+
+    def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, Any]:
+        calls.append((setting, seed))
+        return {"setting": setting, "seed": seed, "accuracy": 50.0 + seed, "parameters": 1, "train_seconds": 1.0}
+
+    monkeypatch.setattr(ablation, "run", run)
+    monkeypatch.setattr(ablation, "step_seconds", lambda: 0.0)
+    monkeypatch.setattr(ablation, "weakest_gradients", lambda grid: {"offset": 1.0, "width": 1.0})
+    return calls
+
+
+def test_tiny_ablation_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "results" / "ablation.json"
+    ablation.main(["--quick", "--seeds", "1", "--only", "default", "--output", str(output)])
+    content = json.loads(output.read_text())
+    (run,) = content["runs"]
+    assert run["options"] == ablation.DEFAULT
+    assert (run["setting"], run["seed"]) == ("default", 0)
+    assert run["versions"]["timm"] == timm.__version__
+    assert set(run["zero_shot"]) == {"relative", "cells"}
+    assert set(run["zero_shot"]["cells"]) == {"42", "56"}
+    assert content["recipe"]["train_images"] == 50
+    assert f"| default | 1 | {run['accuracy']:.1f} | - |" in capsys.readouterr().out
+    assert ablation.run("default", 0, epochs=1, limit=50)["accuracy"] == run["accuracy"]
+
+
+def test_ablation_goes_on_where_it_was_interrupted(
+    tmp_path: Path, fake_run: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+):
+    output = tmp_path / "ablation.json"
+    command = ["--quick", "--seeds", "2", "--only", "default", "1 component", "--output", str(output)]
+    complete = ablation.run
+
+    def interrupted(*task: Any) -> dict[str, Any]:
+        if len(fake_run) == 3:
+            raise KeyboardInterrupt
+        return complete(*task)
+
+    monkeypatch.setattr(ablation, "run", interrupted)
+    with pytest.raises(SystemExit, match="3 runs are in"):
+        ablation.main(command)
+    # every setting has its first seed before any has its second
+    assert fake_run == [("default", 0), ("1 component", 0), ("default", 1)]
+    assert len(json.loads(output.read_text())["runs"]) == 3
+
+    monkeypatch.setattr(ablation, "run", complete)
+    ablation.main(command)
+    assert fake_run[3:] == [("1 component", 1)]
+    ablation.main(command)
+    assert len(fake_run) == 4
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_ablation_does_not_mix_recipes(tmp_path: Path, fake_run: list[tuple[str, int]]):
+    output = tmp_path / "ablation.json"
+    ablation.main(["--quick", "--seeds", "1", "--only", "default", "--output", str(output)])
+    before = output.read_text()
+    with pytest.raises(SystemExit, match=r"another recipe \(epochs, train_images, test_images\)"):
+        ablation.main(["--seeds", "1", "--only", "default", "--output", str(output)])
+    assert output.read_text() == before
+    assert len(fake_run) == 1
+
+
+def test_ablation_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    broken = tmp_path / "ablation.json"
+    broken.write_text('{"runs": ')
+    with pytest.raises(SystemExit, match="holds no results of this script"):
+        ablation.main(["--quick", "--output", str(broken)])
+    for arguments, message in (
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--seeds", "-1"], "--seeds must be at least 1, got -1"),
+        (["--only", "width 9"], "invalid choice: 'width 9'"),
+    ):
+        with pytest.raises(SystemExit):
+            ablation.main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_verdict_names_what_beats_the_noise_and_nothing_else():
+    def of(setting: str, *accuracies: float) -> list[dict[str, Any]]:
+        return [
+            {"setting": setting, "seed": seed, "accuracy": accuracy, "parameters": 1, "train_seconds": 1.0}
+            for seed, accuracy in enumerate(accuracies)
+        ]
+
+    runs = of("default", 80, 82, 84) + of("8 components", 84, 86, 88) + of("width 0.4", 81, 83, 85)
+    gain, margin = ablation.difference(runs, "8 components")
+    # both have a variance of 4 over 3 seeds
+    assert (gain, margin) == (pytest.approx(4), pytest.approx(2 * math.sqrt(8 / 3)))
+    assert "two standard errors: 8 components (+4.0 ± 3.3)." in ablation.table(runs)
+    assert "two standard errors: nothing." in ablation.table(of("default", 80, 82, 84) + of("width 0.4", 81, 83, 85))
+
+
+def test_every_component_of_a_new_model_has_a_gradient():
+    shares = ablation.weakest_gradients(7)
+    assert min(shares.values()) > 0.1
+
+
+def test_kernel_image_is_the_centre_tokens_response_to_impulses(build: Callable[..., timm_ssog.VitSsog]):
+    model = build(img_size=56, num_components=3)
+    figure = demo.draw_kernels(model, "title")
+    rows, columns = model.blocks[1].mixer.kernels(7, 7)  # type: ignore[operator,union-attr]
+    impulses = torch.eye(49).reshape(49, 7, 7, 1, 1).expand(-1, -1, -1, 2, 1)
+    response = timm_ssog.separable_mix(impulses, rows, columns)[:, 3, 3, :, 0].detach()
+    images = [axis.images[0] for axis in figure.axes if axis.images]
+    assert len(images) == 4
+    for head in range(2):
+        image = images[2 + head]
+        np.testing.assert_allclose(image.get_array(), response[:, head].reshape(7, 7), atol=1e-6)
+        low, high = image.get_clim()
+        assert low == -high < 0
+
+
+def test_demo_refuses_a_model_that_reloads_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reload = demo.reload
+
+    def perturbed(folder: Path, **changes: Any) -> timm_ssog.VitSsog:
+        model = reload(folder, **changes)
+        with torch.no_grad():
+            model.head.bias[0] += 1e-7
+        return model
+
+    monkeypatch.setattr(demo, "reload", perturbed)
+    monkeypatch.setattr(demo, "train", lambda *_, **__: None)
+    with pytest.raises(SystemExit, match="answers otherwise"):
+        demo.main(["--quick", "--output", str(tmp_path)])
+
+
+def test_demo_refuses_a_file_as_output(tmp_path: Path):
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(SystemExit, match="must be a folder"):
+        demo.main(["--quick", "--output", str(path)])
+
+
+@torch.inference_mode()
+def percent_right(folder: Path, size: int, **changes: Any) -> float:
+    """Accuracy of a saved model on the 50 test images of the quick demo, by none of the demo's code."""
+    model: Any = timm.create_model(f"local-dir:{folder}", pretrained=True, **changes).eval()
+    labels = digits.digits("test")[1]
+    loader = timm.data.create_loader(
+        digits.Digits("test", limit=50),
+        (1, size, size),
+        50,
+        **{key: model.pretrained_cfg[key] for key in ("mean", "std", "crop_pct", "interpolation")},
+        num_workers=0,
+        persistent_workers=False,
+        use_prefetcher=False,
+    )
+    batch = next(iter(loader))[0]
+    assert batch.shape == (50, 1, size, size)
+    return 100 * float(np.mean(model(batch).argmax(-1).numpy() == labels[:50]))
+
+
+def test_demo_from_end_to_end(tmp_path: Path):
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py"), "--quick", "--output", "made"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    made = tmp_path / "made"
+    for name in ("kernels.png", "resolution.png"):
+        assert (made / name).read_bytes().startswith(b"\x89PNG")
+        assert f"made/{name}" in result.stdout
+    for mixer in ("ssog", "attention"):
+        folder = made / f"{mixer}-discrete"
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+        assert json.loads((folder / "config.json").read_text())["architecture"] == "vit_ssog_tiny"
+        assert f"made/{mixer}-discrete" in result.stdout
+    assert "identical logits (torch.equal): ssog-discrete, attention-discrete." in result.stdout
+
+    def printed(label: str) -> list[float]:
+        (line,) = re.findall(rf"^{label} +((?:[\d.]+ % *)+)$", result.stdout, re.MULTILINE)
+        return [float(number) for number in re.findall(r"[\d.]+", line)]
+
+    assert printed("SSoG, kernels relative to the image")[0] == printed("SSoG")[0]
+    assert printed("SSoG, kernels relative to the image")[2] == percent_right(made / "ssog-discrete", 56)
+    cells = percent_right(made / "ssog-discrete", 42, kernel_coords="cells")
+    assert printed("SSoG, kernels in cells")[1] == cells
+    # two rows are named attention: the accuracy alone, and that of every size
+    assert f"{percent_right(made / 'attention-discrete', 28):.1f} %" in result.stdout
+    assert not re.search(r"warning", result.stdout + result.stderr, re.IGNORECASE)

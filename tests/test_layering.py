@@ -1,0 +1,113 @@
+"""The floors of DESIGN.md section 6, read off the import statements, and what an import costs."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import timm_ssog
+
+PACKAGE = Path(timm_ssog.__file__).parent
+HOOK = PACKAGE.parent / "timm_ssog_autoload.py"
+
+FLOORS = {
+    "timm_ssog.errors": -1,  # on floor 0, but every module may say what is wrong
+    "timm_ssog.ops": 0,
+    "timm_ssog.ops.gaussian": 0,
+    "timm_ssog.ops.naive": 0,
+    "timm_ssog.ops.eager": 0,
+    "timm_ssog.ops.fused": 0,
+    "timm_ssog.depth": 0,
+    "timm_ssog.ops.dispatch": 1,
+    "timm_ssog.ode": 1,
+    "timm_ssog.layers": 2,
+    "timm_ssog.vit_ssog": 3,
+    "timm_ssog.certificates": 4,
+    "timm_ssog.analysis": 4,
+    "timm_ssog": 5,
+    "timm_ssog.hub": 6,
+    "timm_ssog.__main__": 6,
+}
+
+SOLE_IMPORTER = {"triton": "timm_ssog.ops.fused", "torchdiffeq": "timm_ssog.ode"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}, line {node.lineno}: write imports in full"
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES else str(node.module) for name in submodules)
+
+
+def test_every_module_has_a_floor() -> None:
+    assert set(MODULES) <= set(FLOORS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_downward_only(module: str) -> None:
+    ours = {name for name in imports(MODULES[module]) if name.split(".")[0] == "timm_ssog"}
+    upward = {name for name in ours if FLOORS[name] >= FLOORS[module]}
+    assert not upward, f"{module} is on floor {FLOORS[module]}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_optional_dependencies_have_one_importer(module: str) -> None:
+    for name in imports(MODULES[module]):
+        assert SOLE_IMPORTER.get(name.split(".")[0], module) == module, name
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if FLOORS.get(module, 0) <= FLOORS["timm_ssog"]])
+def test_plugin_imports_parts_of_timm_only(module: str) -> None:
+    # the hook imports the plugin while timm itself is still being imported
+    for name in imports(MODULES[module]):
+        if name.split(".")[0] == "timm":
+            assert name.split(".")[1:2] in (["models"], ["layers"], ["data"]), name
+
+
+def test_hook_imports_the_standard_library_only() -> None:
+    names = {name.split(".")[0] for name in imports(HOOK)}
+    assert names - {"timm_ssog"} <= sys.stdlib_module_names
+    # the plugin itself, and not before the hook is called
+    statements = ast.parse(HOOK.read_text()).body
+    at_import = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    assert "timm_ssog" not in at_import
+
+
+IMPORT = """
+import time
+import timm.data, timm.layers, timm.models
+start = time.process_time()
+import timm_ssog
+print(time.process_time() - start)
+"""
+
+
+def test_import_costs_little_beyond_timms() -> None:
+    environment = {**os.environ, "TIMM_SSOG_AUTOLOAD": "0"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    path = [str(PACKAGE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    seconds = []
+    for _ in range(4):
+        command = [sys.executable, "-c", IMPORT]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+        seconds.append(float(result.stdout))
+        if min(seconds) < 0.05:
+            break
+    # the smallest: the first may compile bytecode, and another process be in the way
+    assert min(seconds) < 0.05, seconds

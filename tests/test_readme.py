@@ -1,0 +1,48 @@
+"""Every block of the README runs as it stands."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall(README.read_text()) if kind == language]
+
+
+def test_every_block_is_of_a_kind_that_is_run():
+    assert {kind for kind, _ in BLOCK.findall(README.read_text())} == {"python", "bash"}
+    assert README.read_text().count("```") == 2 * len(BLOCK.findall(README.read_text()))
+
+
+def test_python_blocks_run_one_after_the_other(tmp_path):
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks("python")))
+    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "evaluations" in result.stdout
+    assert "finite, hence a unique solution" in result.stdout
+
+
+@pytest.mark.parametrize("code", blocks("bash"))
+def test_bash_blocks_run(code, tmp_path):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # an installation goes into a folder of its own, without its dependencies
+    pip = {"PIP_TARGET": str(tmp_path), "PIP_NO_DEPS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment = {**os.environ, **pip, "PATH": path}
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    if "pip install" in code:
+        assert (tmp_path / "timm_ssog" / "__init__.py").exists()
+        assert (tmp_path / "timm_ssog_autoload.py").exists()
+    else:
+        assert "vit_ssog_small_ode" in result.stdout
