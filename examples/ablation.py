@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import time
@@ -82,8 +83,9 @@ def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, An
     options = {**DEFAULT, **CHANGES[setting]}
     learning_rate = options.pop("learning_rate")
     model = create_model(**options)
+    loader = digit_loader("train", batch_size=RECIPE["batch_size"], limit=limit)
     start = time.perf_counter()
-    train(model, digit_loader("train", batch_size=RECIPE["batch_size"], limit=limit), epochs, learning_rate)
+    train(model, loader, epochs, learning_rate)
     seconds = time.perf_counter() - start
     record = {
         "setting": setting,
@@ -139,8 +141,9 @@ def records(tasks: list[tuple[str, int]], jobs: int, epochs: int, limit: int | N
         for setting, seed in tasks:
             yield run(setting, seed, epochs, limit)
         return
-    # not forked: torch's threads do not survive it
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    # spawned, as torch's threads do not survive a fork; Ctrl-C ends the workers without a word
+    quiet = (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=signal.signal, initargs=quiet) as pool:
         futures = [pool.submit(run, setting, seed, epochs, limit) for setting, seed in tasks]
         try:
             for future in as_completed(futures):

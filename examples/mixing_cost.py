@@ -72,7 +72,7 @@ def measure(grid: tuple[int, int], batch: int, head_dim: int, components: int, r
     records = []
     for name, run in (("forward", forward), ("backward", backward)):
         samples: dict[str, list[float]] = {form: [] for form in FORMS}
-        repeats = {form: 1 for form in FORMS}
+        repeats = dict.fromkeys(FORMS, 1)
         for round_index in range(-1, rounds):
             for form, stacked_cost in FORMS.items():
                 with weights(stacked_cost, 0.0):
@@ -132,8 +132,7 @@ def fit(records: list[dict[str, Any]]) -> tuple[float, float]:
     least = min(regrets.values())
     best = [candidate for candidate in candidates if regrets[candidate] <= least * (1 + 1e-9)]
     stacked_cost, build_cost = (statistics.geometric_mean(values) for values in zip(*best, strict=True))
-    nearest = min(best, key=lambda one: abs(math.log(one[0] / stacked_cost)) + abs(math.log(one[1] / build_cost)))
-    return nearest
+    return min(best, key=lambda one: abs(math.log(one[0] / stacked_cost)) + abs(math.log(one[1] / build_cost)))
 
 
 def table(records: list[dict[str, Any]]) -> str:

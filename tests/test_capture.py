@@ -58,6 +58,7 @@ def test_torchscript_says_what_images_it_takes(build: Build) -> None:
         scripted(torch.zeros(1, 3, 36, 32))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the argument checks
 def test_torchscript_trace(build: Build) -> None:
     model = build()
     images = torch.randn(2, 3, 48, 40)
@@ -82,7 +83,7 @@ def test_fx(build: Build, mixer: str) -> None:
 def test_compile_in_one_graph(build: Build, mixer: str) -> None:
     model = build(mixer=mixer, depth=1)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert_same_logits(compiled, model)
+    assert_same_logits(compiled, model, SIZES[:2])
 
 
 @each_mixer
@@ -141,13 +142,6 @@ def test_export_for_any_batch_height_and_width(build: Build, mixer: str, tmp_pat
             assert not isinstance(value, Tensor) or value.dim() <= 5, node
     torch.export.save(program, tmp_path / "model.pt2")
     assert_same_logits(torch.export.load(tmp_path / "model.pt2").module(), model)
-
-
-def test_export_with_padding(build: Build) -> None:
-    model = build(dynamic_img_pad=True, depth=1)
-    sizes = {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}
-    program = torch.export.export(model, (torch.randn(2, 3, 45, 38),), dynamic_shapes=(sizes,))
-    assert_same_logits(program.module(), model, [*SIZES, (2, 3, 33, 41)])
 
 
 @each_mixer

@@ -395,3 +395,12 @@ def test_adjoint_gradients_agree_with_backpropagation(solver):
         assert a.grad is not None
         assert b.grad is not None, name
         assert relative(b.grad, a.grad) < 1e-3, name
+
+
+def test_centring_norm_is_an_option_that_makes_the_certificate_informative():
+    plain, centred = build("_ode"), build("_ode", norm_layer="centrenorm")
+    assert timm_ssog.certify(plain, 32).solution_unique
+    assert not timm_ssog.certify(plain, 32).informative
+    assert timm_ssog.certify(centred, 32).velocity_bound < timm_ssog.certify(plain, 32).velocity_bound / 1e3
+    assert isinstance(centred.norm, timm_ssog.layers.CentreNorm)
+    assert centred(photos()).isfinite().all()

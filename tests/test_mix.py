@@ -1,11 +1,12 @@
 """The mixing operator: the oracle against loops, the fast forms against the oracle, and everything autograd asks."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import timm_ssog
 from timm_ssog.ops import eager
@@ -41,10 +42,14 @@ def make_inputs(
     return values.to(dtype), rows.to(dtype), columns.to(dtype)
 
 
-def with_gradients(inputs: Inputs, implementation: str, grad: Tensor) -> tuple[Tensor, ...]:
+def mix(inputs: Iterable[Tensor], implementation: str = "auto") -> Tensor:
+    return timm_ssog.separable_mix(*inputs, implementation=implementation)
+
+
+def with_gradients(inputs: Sequence[Tensor], implementation: str, grad: Tensor) -> tuple[Tensor, ...]:
     """The output and the gradients of all three inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    output = timm_ssog.separable_mix(*leaves, implementation=implementation)
+    output = mix(leaves, implementation)
     output.backward(grad.to(output.dtype))
     return output.detach(), *(leaf.grad for leaf in leaves)  # type: ignore[misc]
 
@@ -81,9 +86,9 @@ def test_eager_is_exact_to_float32_rounding(form: str, grid: tuple[int, int], co
     # the oracle gets the rounded inputs: only the arithmetic is compared
     inputs = tuple(tensor.float() for tensor in inputs)
     grad = torch.randn(inputs[0].shape)
-    outputs = with_gradients(inputs, "eager", grad)  # type: ignore[arg-type]
+    outputs = with_gradients(inputs, "eager", grad)
     assert all(output.dtype == torch.float32 for output in outputs)
-    expected = with_gradients(tuple(tensor.double() for tensor in inputs), "naive", grad)  # type: ignore[arg-type]
+    expected = with_gradients(tuple(tensor.double() for tensor in inputs), "naive", grad)
     for name, ours, theirs in zip(("output", "values", "rows", "columns"), outputs, expected, strict=True):
         assert relative_error(ours, theirs) < 1e-6, name
 
@@ -101,7 +106,7 @@ def test_gradients_of_some_arguments_only(form: str, needed: tuple[int, ...]) ->
     grad = torch.randn_like(inputs[0])
     expected = with_gradients(inputs, "naive", grad)[1:]
     leaves = [tensor.clone().requires_grad_(index in needed) for index, tensor in enumerate(inputs)]
-    timm_ssog.separable_mix(leaves[0], leaves[1], leaves[2]).backward(grad)
+    mix(leaves).backward(grad)
     for index, leaf in enumerate(leaves):
         if index in needed:
             torch.testing.assert_close(leaf.grad, expected[index])
@@ -111,35 +116,40 @@ def test_gradients_of_some_arguments_only(form: str, needed: tuple[int, ...]) ->
 
 def test_no_gradient_is_recorded_where_none_is_asked() -> None:
     inputs = make_inputs()
-    assert timm_ssog.separable_mix(*inputs).grad_fn is None
+    assert mix(inputs).grad_fn is None
     with torch.no_grad():
-        assert timm_ssog.separable_mix(*(tensor.requires_grad_() for tensor in inputs)).grad_fn is None
-
-
-def mix_by_definition(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    return timm_ssog.separable_mix(values, rows, columns, "naive")
+        assert mix(tensor.requires_grad_() for tensor in inputs).grad_fn is None
 
 
 @pytest.mark.parametrize("needed", [c for n in (1, 2, 3) for c in itertools.combinations(range(3), n)])
 def test_forward_mode(form: str, needed: tuple[int, ...]) -> None:
     inputs = make_inputs()
-    primals = tuple(inputs[index] for index in needed)
-    tangents = tuple(torch.randn_like(primal) for primal in primals)
+    tangents = {index: torch.randn_like(inputs[index]) for index in needed}
+    # linear in each argument: an argument with a tangent adds the mix that it makes in that argument's place
+    expected = sum(mix((*inputs[:index], tangents[index], *inputs[index + 1 :]), "naive") for index in needed)
+    # outside a reverse-mode graph and inside one, where the custom function runs
+    for requires_grad in (False, True):
+        with forward_ad.dual_level():
+            duals = [tensor.clone().requires_grad_(requires_grad) for tensor in inputs]
+            for index, tangent in tangents.items():
+                duals[index] = forward_ad.make_dual(duals[index], tangent)
+            output = forward_ad.unpack_dual(mix(duals))
+        assert output.primal.requires_grad == requires_grad
+        torch.testing.assert_close(output.tangent, expected)
 
-    def derivative(mix: Callable[..., Tensor], primals: tuple[Tensor, ...]) -> Tensor:
-        def of_needed(*some: Tensor) -> Tensor:
-            arguments = list(inputs)
-            for index, tensor in zip(needed, some, strict=True):
-                arguments[index] = tensor
-            return mix(*arguments)
 
-        return torch.func.jvp(of_needed, primals, tangents)[1]
+def test_torch_func_forward_over_reverse(form: str) -> None:
+    inputs = make_inputs()
+    tangents = tuple(torch.randn_like(tensor) for tensor in inputs)
 
-    expected = derivative(mix_by_definition, primals)
-    torch.testing.assert_close(derivative(timm_ssog.separable_mix, primals), expected)
-    # inputs of a reverse-mode graph too, as in a Hessian-vector product
-    leaves = tuple(primal.clone().requires_grad_() for primal in primals)
-    torch.testing.assert_close(derivative(timm_ssog.separable_mix, leaves), expected)
+    def product(implementation: str) -> tuple[Tensor, ...]:
+        def loss(*inputs: Tensor) -> Tensor:
+            return mix(inputs, implementation).square().sum()
+
+        return torch.func.jvp(torch.func.grad(loss, (0, 1, 2)), inputs, tangents)[1]
+
+    for ours, theirs in zip(product("auto"), product("naive"), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_torch_func_reverse_mode(form: str) -> None:
@@ -158,14 +168,16 @@ def test_vmap(form: str, in_dims: tuple[int | None, ...]) -> None:
         copies[0][index] if dim is None else torch.stack([copy[index] for copy in copies], dim)
         for index, dim in enumerate(in_dims)
     ]
-    mixed = [
-        mix_by_definition(*(copies[0 if dim is None else number][index] for index, dim in enumerate(in_dims)))
-        for number in range(3)
-    ]
+    expected = torch.stack(
+        [
+            mix((copies[0 if dim is None else number][index] for index, dim in enumerate(in_dims)), "naive")
+            for number in range(3)
+        ]
+    )
     for gradients in (False, True):
-        arguments = [tensor.requires_grad_(gradients) for tensor in stacked]
-        ours = torch.func.vmap(timm_ssog.separable_mix, in_dims=in_dims)(*arguments)
-        torch.testing.assert_close(ours.detach(), torch.stack(mixed))
+        values, rows, columns = (tensor.requires_grad_(gradients) for tensor in stacked)
+        ours = torch.func.vmap(timm_ssog.separable_mix, in_dims=in_dims)(values, rows, columns)
+        torch.testing.assert_close(ours.detach(), expected)
 
 
 def test_gradients_per_sample(form: str) -> None:
@@ -177,7 +189,7 @@ def test_gradients_per_sample(form: str) -> None:
     per_sample = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), (0, None, None))(values, rows, columns)
     for index in range(3):
         sample = (values[index : index + 1], rows, columns)
-        output = timm_ssog.separable_mix(*sample, implementation="naive")
+        output = mix(sample, "naive")
         _, of_values, of_rows, of_columns = with_gradients(sample, "naive", 2 * output)
         for ours, theirs in zip(per_sample, (of_values[0], of_rows, of_columns), strict=True):
             torch.testing.assert_close(ours[index], theirs)
@@ -190,7 +202,7 @@ def test_low_precision(form: str, dtype: torch.dtype, kernel_dtype: str) -> None
     kernels = (rows.to(dtype), columns.to(dtype)) if kernel_dtype == "same" else (rows.float(), columns.float())
     inputs = values.to(dtype), *kernels
     grad = torch.randn_like(inputs[0])
-    expected = with_gradients(tuple(tensor.double() for tensor in inputs), "naive", grad)  # type: ignore[arg-type]
+    expected = with_gradients(tuple(tensor.double() for tensor in inputs), "naive", grad)
     outputs = with_gradients(inputs, "eager", grad)
     oracle = with_gradients(inputs, "naive", grad)
     for ours, naive, theirs, like in zip(outputs, oracle, expected, (values, *inputs), strict=True):
@@ -205,10 +217,10 @@ def test_low_precision(form: str, dtype: torch.dtype, kernel_dtype: str) -> None
 def test_autocast(implementation: str) -> None:
     inputs = tuple(tensor.float() for tensor in make_inputs((7, 9), components=4, head_dim=16))
     grad = torch.randn_like(inputs[0])
-    expected = with_gradients(inputs, implementation, grad)  # type: ignore[arg-type]
+    expected = with_gradients(inputs, implementation, grad)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = timm_ssog.separable_mix(*leaves, implementation=implementation)
+        output = mix(leaves, implementation)
     assert output.dtype == torch.bfloat16
     output.backward(grad.bfloat16())
     for ours, theirs in zip((output, *(leaf.grad for leaf in leaves)), expected, strict=True):
@@ -220,8 +232,8 @@ def test_autocast(implementation: str) -> None:
 def test_autocast_leaves_float64_alone() -> None:
     inputs = make_inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = timm_ssog.separable_mix(*inputs)
-    torch.testing.assert_close(output, timm_ssog.separable_mix(*inputs, implementation="naive"))
+        output = mix(inputs)
+    torch.testing.assert_close(output, mix(inputs, "naive"))
 
 
 def test_memory_layout_does_not_matter(form: str) -> None:
@@ -235,7 +247,7 @@ def test_memory_layout_does_not_matter(form: str) -> None:
     ]:
         assert not inputs[0].is_contiguous()
         grad = torch.randn_like(inputs[0]).mT.contiguous().mT
-        expected = with_gradients(tuple(tensor.contiguous() for tensor in inputs), "naive", grad)  # type: ignore[arg-type]
+        expected = with_gradients(tuple(tensor.contiguous() for tensor in inputs), "naive", grad)
         for ours, theirs in zip(with_gradients(inputs, "auto", grad), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
@@ -269,7 +281,7 @@ def test_backward_keeps_the_inputs_and_nothing_else(form: str) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = timm_ssog.separable_mix(*inputs)
+        output = mix(inputs)
     assert kept == {tensor.data_ptr(): tensor.nbytes for tensor in inputs}
     output.sum().backward()
 
@@ -287,7 +299,7 @@ def test_select_implementation_names_one_that_exists() -> None:
     assert name == "eager"
     assert "cpu" in reason
     inputs = make_inputs()
-    assert torch.equal(timm_ssog.separable_mix(*inputs), timm_ssog.separable_mix(*inputs, implementation=name))
+    assert torch.equal(mix(inputs), mix(inputs, name))
 
 
 VALUES, ROWS, COLUMNS = torch.zeros(2, 3, 4, 2, 5), torch.zeros(2, 6, 3, 3), torch.zeros(2, 6, 4, 4)

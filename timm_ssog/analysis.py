@@ -95,8 +95,8 @@ class OdeReport:
         if self.converges:
             return f"The solution converges: {self.trained} is {distance} away from the exact flow."
         return (
-            f"Not a solution of its equation: {self.trained} is {distance} away from the exact flow. The net has adapted "
-            f"to its step grid; train with jitter=True or more steps before reading it as an ODE."
+            f"Not a solution of its equation: {self.trained} is {distance} away from the exact flow. The net has "
+            f"adapted to its step grid; train with jitter=True or more steps before reading it as an ODE."
         )
 
     def __str__(self) -> str:

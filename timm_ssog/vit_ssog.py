@@ -37,7 +37,7 @@ from torch.jit import Final
 
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import require_choice, require_positive_int
-from timm_ssog.layers import MIXERS, AttentionMixer, Block, IdentityMixer, SeparableMixer
+from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer
 from timm_ssog.ode import (
     ADAPTIVE_SOLVERS,
     PER_SAMPLE_SOLVERS,
@@ -149,7 +149,7 @@ class VitSsog(nn.Module):
             pos_drop_rate: Dropout rate after the position embedding.
             proj_drop_rate: Dropout rate in mixers and MLPs.
             drop_path_rate: Stochastic depth rate of the last block, rising linearly from 0.
-            norm_layer: Normalisation, LayerNorm by default.
+            norm_layer: Normalisation, LayerNorm by default; ``"centrenorm"`` makes Lipschitz certificates informative.
             act_layer: Activation of the MLPs, GELU by default.
         """
         super().__init__()
@@ -165,7 +165,7 @@ class VitSsog(nn.Module):
             raise ValueError(
                 f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
             )
-        norm: Any = get_norm_layer(norm_layer) or LayerNorm
+        norm: Any = CentreNorm if norm_layer == "centrenorm" else get_norm_layer(norm_layer) or LayerNorm
         act: Any = get_act_layer(act_layer) or nn.GELU
 
         self.num_classes = num_classes

@@ -96,56 +96,55 @@ def _unstack(stack: Tensor, like: Tensor) -> Tensor:
 
 
 def _stacked(planes: Tensor, row_stack: Tensor, column_stack: Tensor) -> Tensor:
-    """Mix planes (batch, height, width, head_dim), of one head or with one more dimension in front for all heads."""
-    mixed = torch.matmul(row_stack, planes.flatten(-2))
-    return torch.matmul(column_stack, _by_row(mixed, planes, column_stack))
+    """Mix planes (heads, batch, height, width, head_dim)."""
+    heads, batch, height, width, head_dim = planes.shape
+    mixed = torch.matmul(row_stack, planes.reshape(heads, batch, height, width * head_dim))
+    return torch.matmul(column_stack, mixed.reshape(heads, batch, height, column_stack.shape[-1], head_dim))
 
 
 def _stacked_backward(
     grad: Tensor, planes: Tensor, row_stack: Tensor, column_stack: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `_stacked` with respect to the planes and both stacks."""
-    rows = planes.flatten(-2)
-    grad_mixed = torch.matmul(column_stack.mT, grad).flatten(-3)
-    grad_mixed = grad_mixed.unflatten(-1, [row_stack.shape[-2], rows.shape[-1]])
+    heads, batch, height, width, head_dim = planes.shape
+    rows = planes.reshape(heads, batch, height, width * head_dim)
+
+    grad_mixed = torch.matmul(column_stack.mT, grad).reshape(heads, batch, row_stack.shape[-2], width * head_dim)
     grad_planes = torch.matmul(row_stack.mT, grad_mixed).reshape(planes.shape)
-    grad_row_stack = torch.matmul(grad_mixed, rows.mT).sum(-3)
-    mixed = _by_row(torch.matmul(row_stack, rows), planes, column_stack)
-    grad_column_stack = torch.matmul(grad, mixed.mT).flatten(-4, -3).sum(-3)
-    return grad_planes, grad_row_stack, grad_column_stack
+    grad_row_stack = torch.matmul(grad_mixed, rows.mT).sum(1)
 
-
-def _by_row(mixed: Tensor, planes: Tensor, column_stack: Tensor) -> Tensor:
-    """View (height * components, width * head_dim) as (height, components * width, head_dim)."""
-    return mixed.flatten(-2).unflatten(-1, [planes.shape[-3], column_stack.shape[-1], planes.shape[-1]])
+    mixed = torch.matmul(row_stack, rows).reshape(heads, batch, height, column_stack.shape[-1], head_dim)
+    grad_column_stacks = torch.matmul(grad, mixed.mT)
+    return grad_planes, grad_row_stack, grad_column_stacks.reshape(heads, -1, width, column_stack.shape[-1]).sum(1)
 
 
 def _stacked_by_head(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """A head at a time: its M-fold intermediate stays in the cache, its kernels broadcast without a copy."""
-    stacks = (stack.unbind() for stack in _stacks(row_kernels, column_kernels, values.dtype))
-    return torch.stack([_stacked(*head) for head in zip(values.unbind(3), *stacks, strict=True)], 3)
+    row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
+    heads = zip(_planes(values).split(1), row_stack.split(1), column_stack.split(1), strict=True)
+    return torch.cat([_stacked(*head).permute(1, 2, 3, 0, 4) for head in heads], 3)
 
 
 def _stacked_backward_by_head(
     grad: Tensor, values: Tensor, row_kernels: Tensor, column_kernels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stacks = (stack.unbind() for stack in _stacks(row_kernels, column_kernels, values.dtype))
-    heads = zip(grad.unbind(3), values.unbind(3), *stacks, strict=True)
+    inputs = (_planes(grad), _planes(values), *_stacks(row_kernels, column_kernels, values.dtype))
+    heads = zip(*(tensor.split(1) for tensor in inputs), strict=True)
     of_planes, of_rows, of_columns = zip(*(_stacked_backward(*head) for head in heads), strict=True)
     return (
-        torch.stack(of_planes, 3),
-        _unstack(torch.stack(of_rows), row_kernels),
-        _unstack(torch.stack(of_columns), column_kernels),
+        torch.cat([planes.permute(1, 2, 3, 0, 4) for planes in of_planes], 3),
+        _unstack(torch.cat(of_rows), row_kernels),
+        _unstack(torch.cat(of_columns), column_kernels),
     )
 
 
 def _apply(operator: Tensor, values: Tensor) -> Tensor:
     """Multiply the tokens of each head by its N x N matrix; on the CPU a head at a time, which reads them in place."""
+    batch, height, width, heads, head_dim = values.shape
     if values.device.type == "cpu":
-        tokens = values.flatten(1, 2).unbind(2)
+        tokens = values.reshape(batch, height * width, heads, head_dim).unbind(2)
         mixed = [torch.matmul(head, columns) for head, columns in zip(operator.unbind(), tokens, strict=True)]
         return torch.stack(mixed, 2).reshape(values.shape)
-    batch, height, width, heads, head_dim = values.shape
     columns = torch.matmul(operator, _to_columns(values))
     return columns.reshape(heads, height, width, batch, head_dim).permute(3, 1, 2, 0, 4)
 
