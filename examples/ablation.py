@@ -183,8 +183,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     """Markdown tables of all settings and of the zero-shot resolutions, and a sentence on what beats the default."""
     settings = [setting for setting in CHANGES if any(run["setting"] == setting for run in runs)]
     lines = [
-        "| setting | seeds | top-1 | spread | to default, ± 2 standard errors | parameters | training, s |",
-        "|---|---|---|---|---|---|---|",
+        "| setting | seeds | top-1 | spread | to default, ± 2 standard errors | parameters |",
+        "|---|---|---|---|---|---|",
     ]
     better = []
     for setting in settings:
@@ -196,10 +196,9 @@ def table(runs: list[dict[str, Any]]) -> str:
             to_default = f"{gain:+.1f} ± {decimal(margin)}"
             if gain > margin:
                 better.append(f"{setting} ({to_default})")
-        seconds = statistics.mean(run["train_seconds"] for run in of_setting)
         lines.append(
             f"| {setting} | {len(of_setting)} | {mean:.1f} | {decimal(spread)} | {to_default} "
-            f"| {of_setting[0]['parameters']:,} | {seconds:.0f} |"
+            f"| {of_setting[0]['parameters']:,} |"
         )
     verdict = ", ".join(better) if better else "nothing"
     lines += ["", f"Better than the default by more than two standard errors: {verdict}.", ""]

@@ -361,6 +361,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--training-task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.models = options.models or ["tiny" if options.quick else "small"]
+    options.batch_size = options.batch_size or (2 if options.quick else None)
     options.img_sizes = options.img_sizes or (QUICK_IMAGE_SIZES if options.quick else IMAGE_SIZES)
     if options.seconds is None:
         options.seconds = 0 if options.quick else 90

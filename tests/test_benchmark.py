@@ -41,7 +41,7 @@ def test_benchmark_from_end_to_end(tmp_path: Path) -> None:
     inference = {record["model"]: record for record in results["inference"]}
     assert list(inference) == list(benchmark.MODELS)
     for record in inference.values():
-        assert (record["size"], record["img_size"], record["batch"]) == ("tiny", 32, benchmark.batch_size(32))
+        assert (record["size"], record["img_size"], record["batch"]) == ("tiny", 32, 2)
         assert record["ms"] > 0
         assert record["turns"] >= benchmark.LEAST_TURNS
     assert inference["ceiling"]["to_ceiling"] == inference["twin"]["to_twin"] == 1

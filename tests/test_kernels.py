@@ -77,6 +77,18 @@ def test_low_precision_parameters_give_float32_kernels(dtype: torch.dtype) -> No
     assert torch.equal(kernels, timm_ssog.axis_kernels(offset.float(), width.float(), 14, 10))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("amplitude", ["signed", "convex"])
+def test_low_precision_mixers_compute_kernels_in_float32(amplitude: str, dtype: torch.dtype) -> None:
+    mixer = SeparableMixer(8, 2, (7, 9), amplitude=amplitude)
+    torch.nn.init.normal_(mixer.width)
+    torch.nn.init.normal_(mixer.amplitude)
+    low = mixer.to(dtype).kernels(14, 9)
+    for kernels, expected in zip(low, mixer.float().kernels(14, 9), strict=True):
+        assert kernels.dtype == torch.float32
+        assert torch.equal(kernels, expected)
+
+
 @pytest.mark.parametrize("amplitude", ["signed", "convex"])
 def test_autocast_leaves_kernels_in_float32(amplitude: str) -> None:
     mixer = SeparableMixer(8, 2, (7, 9), amplitude=amplitude)
@@ -105,8 +117,8 @@ def test_mixer_kernels_are_axis_kernels_with_amplitudes(
             expected = []
             for axis in (0, 1):
                 stretch = grid[axis] / (7, 9)[axis] if kernel_coords == "relative" else 1.0
-                sigma = math.log1p(math.exp(float(mixer.width[head, m, axis]))) + 0.25
-                expected.append(softmax(exponents(float(mixer.offset[head, m, axis]), sigma, grid[axis], stretch)))
+                sigma = math.log1p(math.exp(mixer.width[head, m, axis].item())) + 0.25
+                expected.append(softmax(exponents(mixer.offset[head, m, axis].item(), sigma, grid[axis], stretch)))
             np.testing.assert_allclose(rows[head, m].detach(), weights[m] * expected[0], rtol=0, atol=1e-12)
             np.testing.assert_allclose(columns[head, m].detach(), expected[1], rtol=0, atol=1e-12)
 

@@ -58,8 +58,9 @@ def test_initial_components_lie_within_the_grid(grid: tuple[int, int], init_offs
         reach = mixer.offset[..., axis].abs().max()
         # from the middle cell, every component looks at a cell of the grid
         assert reach <= (grid[axis] - 1) / 2
-        if init_offset and grid[axis] >= 7:
-            assert reach > 1
+        if init_offset == 2 and grid[axis] == 64:
+            assert 1.8 < mixer.offset[..., axis].std() < 2.2
+        assert init_offset == 0 or grid[axis] == 1 or mixer.offset[..., axis].std() > reach / 8
     torch.testing.assert_close(F.softplus(mixer.width) + WIDTH_MIN, torch.full_like(mixer.width, 0.72))
 
 
@@ -68,7 +69,7 @@ def test_initial_amplitudes() -> None:
     torch.testing.assert_close(convex.amplitude.softmax(-1), torch.full((2, 4), 0.25))
     signed = SeparableMixer(1024, 256, (7, 7), num_components=4)
     # a mixture of M independent components keeps the variance of what it mixes
-    assert math.isclose(float(signed.amplitude.square().sum(-1).mean()), 1, rel_tol=0.1)
+    assert math.isclose(signed.amplitude.square().sum(-1).mean().item(), 1, rel_tol=0.1)
     assert (signed.amplitude < 0).any()
 
 

@@ -76,8 +76,8 @@ def test_error_follows_the_tolerance_to_the_matrix_exponential(
         states, trace = solve(velocity, x, times, solver, tolerance, tolerance, 100_000)
         assert len(states) == 2
         errors.append(max(largest_difference(s, exact(t - 0.5)) for s, t in zip(states, times[1:], strict=True)))
-        # local errors add up over the interval, and more so those of Fehlberg's pair, which underestimates them
-        assert errors[-1] < (1000 if solver == "fehlberg2" else 100) * tolerance
+        # local errors add up over the interval; Fehlberg's estimate is for a better method than the one that steps
+        assert errors[-1] < (10_000 if solver == "fehlberg2" else 100) * tolerance
         assert torch.as_tensor(trace.error_estimate).max() <= 1
     loose, tight = tolerances
     assert errors[1] < 10 * tight / loose * errors[0]
@@ -292,20 +292,24 @@ def test_per_sample_gradients_are_those_of_the_steps() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_a_rejected_overflow_leaves_no_trace_in_the_gradient(together: bool) -> None:
     rate = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    # x' = rate sqrt(1 - x) has the solution 1 - (c - rate t / 2)^2, and NaN beyond 1, where the second sample's trials end
+    x = torch.tensor([[-99.0], [0.0]], dtype=torch.float64)
+    tried_nan = 0
 
     def velocity(state: Tensor) -> Tensor:
-        # slow until the first step has been chosen, then a pole: trial steps beyond 1 are infinite
-        return rate * torch.where(state < 0, -torch.ones_like(state) * 1e-3, 1 / (1 - state).clamp(min=0) ** 2)
+        nonlocal tried_nan
+        slope = rate * (1 - state).sqrt()
+        tried_nan += int(slope.isnan().sum())
+        return slope
 
-    # second sample: x' = 1 / (1 - x)^2 from 0.5, with solution 1 - (0.5^3 - 3 rate t)^(1/3)
-    x = torch.tensor([[-1.0], [0.5]], dtype=torch.float64)
-    end = (0.5**3 - 0.02**3) / 3
-    (state,), trace = solve_per_sample(velocity, x, [0, end], "dopri5", 1e-2, 1e-2, 1000, together=together)
+    (state,), trace = solve_per_sample(velocity, x, [0, 1.9], "bosh3", 1e-2, 1e-2, 1000, together=together)
+    assert tried_nan > 0
     assert isinstance(trace.rejected, Tensor)
     assert trace.rejected[1] > 0
+    torch.testing.assert_close(state, torch.tensor([[1 - 9.05**2], [1 - 0.05**2]], dtype=x.dtype), rtol=0, atol=0.05)
     state.sum().backward()
     assert rate.grad is not None
-    assert rate.grad.isfinite()
+    assert float(rate.grad) == pytest.approx(1.9 * (9.05 + 0.05), rel=0.02)
 
 
 def ssog_gradients(
@@ -431,7 +435,7 @@ def test_the_adjoint_runs_backward_under_the_autocast_of_forward() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             (state,), _ = solve()
             # a cast cached without gradient in the forward solve would cut this off
-            assert (x @ weight).requires_grad
+            assert (x.detach() @ weight).requires_grad
         assert state.dtype == torch.float32
         forward = len(seen)
         state.sum().backward()

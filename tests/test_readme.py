@@ -1,5 +1,6 @@
 """Every block of the README runs as it stands."""
 
+import json
 import os
 import re
 import subprocess
@@ -46,3 +47,11 @@ def test_bash_blocks_run(code, tmp_path):
         assert (tmp_path / "timm_ssog_autoload.py").exists()
     else:
         assert "vit_ssog_small_ode" in result.stdout
+
+
+def test_ablation_tables_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import ablation
+
+    runs = json.loads((ROOT / "examples" / "results" / "ablation.json").read_text())["runs"]
+    assert ablation.table(runs) in README.read_text()
