@@ -361,13 +361,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--training-task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.models = options.models or ["tiny" if options.quick else "small"]
-    options.batch_size = options.batch_size or (2 if options.quick else None)
+    if options.batch_size is None and options.quick:
+        options.batch_size = 2
     options.img_sizes = options.img_sizes or (QUICK_IMAGE_SIZES if options.quick else IMAGE_SIZES)
     if options.seconds is None:
         options.seconds = 0 if options.quick else 90
-    for name, values in (("threads", [options.threads]), ("batch-size", [options.batch_size or 1])):
-        if min(values) < 1:
-            parser.error(f"--{name} must be at least 1, got {min(values)}")
+    for name, value in (("threads", options.threads), ("batch-size", options.batch_size)):
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
     for img_size in options.img_sizes:
         if img_size < 16 or img_size % 16:
             parser.error(f"--img-sizes must be multiples of the patch size 16, got {img_size}")

@@ -2,22 +2,23 @@
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import timm
 import torch
 import torchdiffeq
-from torch import Tensor, nn
+from torch import Tensor
 
 import timm_ssog.layers
 from timm_ssog.depth import TABLEAUS
 
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 # torchdiffeq's names
 THEIRS = {"euler": "euler", "midpoint": "midpoint", "heun": "heun2", "rk4": "rk4"}
 
 
-def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs) -> nn.Module:
+def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     torch.manual_seed(seed)
     model = timm.create_model(f"vit_ssog_tiny{kind}", **{**SMALL, **kwargs})
     with torch.no_grad():
@@ -32,11 +33,11 @@ def photos(count: int = 2, size: int = 32, dtype: torch.dtype = torch.float32) -
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def end_state(model: nn.Module, images: Tensor) -> Tensor:
+def end_state(model: Any, images: Tensor) -> Tensor:
     return model._evolve(model._embed(images), [], model.num_steps)[0]
 
 
-def their_end_state(model: nn.Module, images: Tensor, solver: str, steps: int) -> Tensor:
+def their_end_state(model: Any, images: Tensor, solver: str, steps: int) -> Tensor:
     state = model._embed(images)
     block, kernels = model.blocks[0], model.blocks[0].mixer.kernels(*state.shape[1:3])
     grid = torch.linspace(0, model.horizon, steps + 1, dtype=state.dtype)
@@ -310,7 +311,8 @@ def test_stochastic_depth_with_an_adaptive_solver_is_refused_in_training_only():
 
 @pytest.mark.parametrize("kind", ["_looped", "_ode"])
 def test_stochastic_depth_skips_whole_steps_of_single_images(kind):
-    model = build(kind, drop_path_rate=0.999, **({"loops": 3} if kind == "_looped" else {"solver_steps": 3})).train()
+    steps: dict[str, Any] = {"loops": 3} if kind == "_looped" else {"solver_steps": 3}
+    model = build(kind, drop_path_rate=0.999, **steps).train()
     x = model._embed(photos(4))
     torch.manual_seed(3)
     _, states = model._evolve(x, [0, 1, 2], 3)

@@ -97,11 +97,11 @@ def test_per_sample_solves_the_logistic_equation_from_many_starts(solver: str) -
 def test_per_sample_agrees_with_torchdiffeq_on_the_ssog_velocity() -> None:
     block = ssog_block().requires_grad_(False)
     kernels = block.mixer.kernels(4, 4)
-    x = torch.randn(6, 4, 4, 16, dtype=torch.float64)
-    times = torch.tensor([0.0, 3.0, 12.0], dtype=torch.float64)
-    reference = odeint(lambda _, s: block.delta(s, kernels), x, times, rtol=1e-11, atol=1e-12, method="dopri8")
+    x = torch.randn(3, 4, 4, 16, dtype=torch.float64)
+    times = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    reference = odeint(lambda _, s: block.delta(s, kernels), x, times, rtol=1e-10, atol=1e-11, method="dopri8")
     assert isinstance(reference, Tensor)
-    for solver, tolerance, allowed in (("dopri5", 1e-9, 1e-7), ("bosh3", 1e-6, 1e-4), ("adaptive_heun", 1e-3, 1e-1)):
+    for solver, tolerance, allowed in (("dopri5", 1e-8, 1e-6), ("bosh3", 1e-5, 1e-3), ("adaptive_heun", 1e-3, 1e-1)):
         for together in (False, True):
             states, _ = solve_per_sample(
                 lambda s: block.delta(s, kernels),
@@ -292,8 +292,9 @@ def test_per_sample_gradients_are_those_of_the_steps() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_a_rejected_overflow_leaves_no_trace_in_the_gradient(together: bool) -> None:
     rate = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    # x' = rate sqrt(1 - x) has the solution 1 - (c - rate t / 2)^2, and NaN beyond 1, where the second sample's trials end
-    x = torch.tensor([[-99.0], [0.0]], dtype=torch.float64)
+    # x' = rate sqrt(1 - x) is solved by 1 - (root - rate t / 2)^2, root^2 = 1 - x(0); trials end beyond 1, in NaN
+    root = torch.linspace(1, 1.5, 30, dtype=torch.float64)[:, None]
+    x = 1 - root**2
     tried_nan = 0
 
     def velocity(state: Tensor) -> Tensor:
@@ -305,11 +306,11 @@ def test_a_rejected_overflow_leaves_no_trace_in_the_gradient(together: bool) -> 
     (state,), trace = solve_per_sample(velocity, x, [0, 1.9], "bosh3", 1e-2, 1e-2, 1000, together=together)
     assert tried_nan > 0
     assert isinstance(trace.rejected, Tensor)
-    assert trace.rejected[1] > 0
-    torch.testing.assert_close(state, torch.tensor([[1 - 9.05**2], [1 - 0.05**2]], dtype=x.dtype), rtol=0, atol=0.05)
+    assert 0 < int((trace.rejected > 0).sum()) < 30
+    torch.testing.assert_close(state, 1 - (root - 0.95) ** 2, rtol=0, atol=0.05)
     state.sum().backward()
     assert rate.grad is not None
-    assert float(rate.grad) == pytest.approx(1.9 * (9.05 + 0.05), rel=0.02)
+    assert float(rate.grad) == pytest.approx(float((1.9 * (root - 0.95)).sum()), rel=0.2)
 
 
 def ssog_gradients(
