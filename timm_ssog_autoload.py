@@ -16,12 +16,13 @@ from types import ModuleType
 from typing import Any
 
 SWITCH = "TIMM_SSOG_AUTOLOAD"
+OFF = ("0", "false", "off", "no")
 WATCHED = "timm.models"
 
 
 def install() -> None:
-    """Have ``timm_ssog`` imported as soon as ``timm.models`` is, unless ``TIMM_SSOG_AUTOLOAD`` is not 1."""
-    if os.environ.get(SWITCH, "1") != "1" or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Have ``timm_ssog`` imported as soon as ``timm.models`` is, unless ``TIMM_SSOG_AUTOLOAD`` is one of `OFF`."""
+    if os.environ.get(SWITCH, "").lower() in OFF or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
     if WATCHED in sys.modules:

@@ -25,7 +25,7 @@ from training import MODEL, RECIPE, accuracy, create_model, train
 from timm_ssog import VitSsog
 from timm_ssog.ops.naive import dense_operator
 
-EPOCHS = 5
+EPOCHS = 4
 SIZES = (IMAGE_SIZE, IMAGE_SIZE * 3 // 2, IMAGE_SIZE * 2)
 OUTPUT = Path(__file__).parents[1] / "output"
 

@@ -6,6 +6,7 @@ Takes a folder that `make demo` or timm saved; by default the continuous model o
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     if not (options.model / "config.json").exists():
         raise SystemExit(f"{options.model} holds no model (config.json): run `make demo` first, or name its folder.")
     torch.set_num_threads(1)
-    model = timm.create_model(f"local-dir:{options.model}", pretrained=True).eval()
+    model: Any = timm.create_model(f"local-dir:{options.model}", pretrained=True).eval()
     size = model.patch_embed.img_size[0]
     images, labels = next(iter(digit_loader("test", size, batch_size=options.images)))
 

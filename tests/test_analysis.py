@@ -50,14 +50,14 @@ def test_trace_per_sample_counts_each_image():
     model = build(solver="dopri5", per_sample=True, rtol=1e-5, atol=1e-5)
     images = photos()
     images[1] *= 100
-    trace = timm_ssog.trace_solve(model, images)
-    alone = [timm_ssog.trace_solve(model, images[i : i + 1]).evaluations for i in range(3)]
+    trace: Any = timm_ssog.trace_solve(model, images)
+    alone: list[Any] = [timm_ssog.trace_solve(model, images[i : i + 1]).evaluations for i in range(3)]
     assert torch.equal(trace.evaluations, torch.cat(alone))
 
 
 def test_trace_keeps_states_at_feature_times_and_leaves_the_model_as_it_was():
     model = build(solver_steps=4).train()
-    trace = timm_ssog.trace_solve(model, photos(), keep_states=True)
+    trace: Any = timm_ssog.trace_solve(model, photos(), keep_states=True)
     assert model.training
     assert model.num_steps == 4
     taps = model.eval().forward_intermediates(photos(), intermediates_only=True)
@@ -72,14 +72,15 @@ def test_error_estimate_of_a_fixed_step_solve_is_close_to_its_error():
     states = {}
     for steps in (24, 384):
         model.set_solver(solver_steps=steps)
-        states[steps] = timm_ssog.trace_solve(model, photos(), keep_states=True).states[-1]
+        trace: Any = timm_ssog.trace_solve(model, photos(), keep_states=True)
+        states[steps] = trace.states[-1]
     error = (states[24] - states[384]).flatten(1).square().mean(1).sqrt().max()
     assert 0.5 * error < estimate < 2 * error
 
 
 def test_trace_of_several_blocks_is_one():
     model = build(depth=2, solver="dopri5", solver_steps=4)
-    trace = timm_ssog.trace_solve(model, photos(), keep_states=True)
+    trace: Any = timm_ssog.trace_solve(model, photos(), keep_states=True)
     assert len(trace.states) == 4
     assert trace.times[-1] == pytest.approx(12.0)
     assert 6.0 in [pytest.approx(time) for time in trace.times]
@@ -144,3 +145,17 @@ def test_atlas_draws_what_the_mixer_computes():
     assert float(drawn[1, 3]) == pytest.approx(float(response), rel=1e-5)
     with pytest.raises(ValueError, match="this model has none"):
         analysis.kernel_atlas(build("", mixer="attention"), 32)
+
+
+def test_modes_of_single_modules_survive_a_report():
+    model = build().train()
+    model.pos_drop.eval()
+    timm_ssog.trace_solve(model, photos())
+    assert model.training
+    assert not model.pos_drop.training
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(3, 1), torch.zeros(1), torch.zeros(2)])
+def test_report_wants_one_label_an_image(labels):
+    with pytest.raises(ValueError, match="one label each, got 3 images"):
+        analysis.ode_report(build(), photos(), labels)

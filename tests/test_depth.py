@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def end_state(model: Any, images: Tensor) -> Tensor:
     return model._evolve(model._embed(images), [], model.num_steps)[0]
 
 
-def their_end_state(model: Any, images: Tensor, solver: str, steps: int) -> Tensor:
+def their_end_state(model: Any, images: Tensor, solver: str, steps: int) -> Any:
     state = model._embed(images)
     block, kernels = model.blocks[0], model.blocks[0].mixer.kernels(*state.shape[1:3])
     grid = torch.linspace(0, model.horizon, steps + 1, dtype=state.dtype)
@@ -127,12 +128,10 @@ def test_continuous_blocks_are_in_force_one_after_the_other():
 
 @pytest.mark.parametrize("kind", ["_looped", "_ode"])
 def test_parameters_do_not_depend_on_loops_or_steps(kind):
-    counts = {
-        sum(p.numel() for p in build(kind, **{setting: value}).parameters())
-        for setting, value in (
-            [("loops", 2), ("loops", 9)] if kind == "_looped" else [("solver_steps", 2), ("horizon", 3.0)]
-        )
-    }
+    changes: list[dict[str, Any]] = (
+        [{"loops": 2}, {"loops": 9}] if kind == "_looped" else [{"solver_steps": 2}, {"horizon": 3.0}]
+    )
+    counts = {sum(p.numel() for p in build(kind, **change).parameters()) for change in changes}
     assert len(counts) == 1
 
 
@@ -237,7 +236,7 @@ def test_stop_early_gives_the_same_taps(settings):
 def test_pruning_truncates_depth_and_keeps_the_step_size(kind, settings):
     model = build(kind, **settings)
     expected = model.forward_intermediates(photos(), indices=[1], intermediates_only=True)[0]
-    step = getattr(model, "step_size", None)
+    step: Any = getattr(model, "step_size", None)
     assert model.prune_intermediate_layers([1]) == [1]
     assert model.num_steps == 2
     assert getattr(model, "step_size", None) == step
@@ -291,7 +290,7 @@ def test_a_refused_setting_leaves_the_solver_as_it_was():
         ({"depth": 5, "solver_steps": 12}, "multiple of 5"),
         ({"solver": "dopri8", "per_sample": True}, "per_sample needs one of the adaptive solvers"),
         ({"solver": "dopri5", "per_sample": True, "adjoint": True}, "don't go together"),
-        ({"solver": "dopri5", "drop_path_rate": 0.1}, "drop_path needs a fixed-step solver"),
+        ({"solver": "dopri5", "drop_path_rate": 0.1}, "drop_path and jitter need a fixed-step solver"),
         ({"proj_drop_rate": 0.1}, "no dropout in its velocity"),
         ({"max_evaluations": 0}, "max_evaluations must be"),
     ],
@@ -305,7 +304,7 @@ def test_stochastic_depth_with_an_adaptive_solver_is_refused_in_training_only():
     model = build("_ode", drop_path_rate=0.2)
     model.set_solver("dopri5")
     model(photos())
-    with pytest.raises(ValueError, match="drop_path needs a fixed-step solver"):
+    with pytest.raises(ValueError, match="drop_path and jitter need a fixed-step solver"):
         model.train()(photos())
 
 
@@ -406,3 +405,53 @@ def test_centring_norm_is_an_option_that_makes_the_certificate_informative():
     assert timm_ssog.certify(centred, 32).velocity_bound < timm_ssog.certify(plain, 32).velocity_bound / 1e3
     assert isinstance(centred.norm, timm_ssog.layers.CentreNorm)
     assert centred(photos()).isfinite().all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"solver": "dopri5"}])
+def test_adjoint_models_predict_without_gradients(settings):
+    model = build("_ode", adjoint=True, **settings)
+    with torch.no_grad():
+        expected = model(photos())
+    with torch.inference_mode():
+        torch.testing.assert_close(model(photos()), expected)
+    torch.testing.assert_close(model(photos()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_an_adjoint_solve_is_not_differentiated_again():
+    model = build("_ode", adjoint=True)
+    images = photos().requires_grad_()
+    with pytest.raises(RuntimeError, match="can't be differentiated again"):
+        torch.autograd.grad(model(images).square().sum(), images, create_graph=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"per_sample": True}])
+def test_adaptive_taps_of_blocks_that_end_between_them(settings):
+    model = build("_ode", depth=2, solver="dopri5", solver_steps=3, rtol=1e-7, atol=1e-7, **settings)
+    taps = model.forward_intermediates(photos(), intermediates_only=True)
+    second = model.forward_intermediates(photos(), indices=[1], intermediates_only=True)
+    model.set_solver("rk4", solver_steps=96)
+    exact = model.forward_intermediates(photos(), indices=[31, 63, 95], intermediates_only=True)
+    assert (len(taps), len(second)) == (3, 1)
+    for tap, state in zip([*taps, *second], [*exact, exact[1]], strict=True):
+        torch.testing.assert_close(tap, state, rtol=1e-3, atol=1e-3)
+
+
+def test_taps_of_a_short_horizon():
+    model = build("_ode", solver="dopri5", horizon=1e-6, solver_steps=12)
+    assert len(model.forward_intermediates(photos(), intermediates_only=True)) == 12
+
+
+def test_a_pruned_last_block_counts_for_its_part_of_the_horizon_only():
+    model = build("_ode", depth=2, solver_steps=6, norm_layer="centrenorm")
+    first = timm_ssog.certify(model, 32).blocks[0].velocity_bound
+    model.prune_intermediate_layers([3], prune_head=False)
+    certificate = timm_ssog.certify(model, 32)
+    second = certificate.blocks[1].velocity_bound
+    assert certificate.log10_growth == pytest.approx((6 * first + 2 * second) / math.log(10))
+    assert [len(states) for states in timm_ssog.local_lipschitz(model, photos(1), iterations=1).values()] == [3, 1]
+
+
+@pytest.mark.parametrize("settings", [{"jitter": True, "adjoint": True}, {"drop_path_rate": 0.1, "adjoint": True}])
+def test_noise_that_the_adjoint_would_not_see_is_refused(settings):
+    with pytest.raises(ValueError, match="drop_path and jitter need a fixed-step solver without the adjoint"):
+        build("_ode", **settings)

@@ -315,3 +315,16 @@ def test_installing_costs_under_a_millisecond(tmp_path: Path) -> None:
     )
     assert_silent(result)
     assert float(result.stdout) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"), [("", True), ("1", True), ("true", True), ("False", False), ("off", False)]
+)
+def test_values_of_the_switch(value: str, is_on: bool, tmp_path: Path) -> None:
+    code = """
+    import sys, timm_ssog_autoload
+    timm_ssog_autoload.install()
+    print(any(type(finder).__module__ == "timm_ssog_autoload" for finder in sys.meta_path))
+    """
+    result = run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0", TIMM_SSOG_AUTOLOAD=value)
+    assert result.stdout.split() == [str(is_on)], result.stderr

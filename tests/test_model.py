@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -557,3 +558,34 @@ def test_wrong_method_arguments_say_what_was_expected(build: Build) -> None:
         model.set_input_size(patch_size=64)
     assert model.patch_embed.img_size == (32, 32)
     assert model(images).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"img_size": "32"}, "img_size must be an integer of at least 1, got '32'"),
+        ({"img_size": (32, 32, 3)}, "img_size must be an integer or a pair"),
+        ({"patch_size": 0}, "patch_size must be an integer of at least 1, got 0"),
+        ({"patch_size": True}, "patch_size must be an integer"),
+        ({"in_chans": 0}, "in_chans must be an integer of at least 1, got 0"),
+        ({"embed_dim": -32}, "embed_dim must be an integer of at least 1"),
+        ({"drop_path_rate": 1.5}, "drop_path_rate must be at least 0 and below 1"),
+        ({"drop_rate": float("nan")}, "drop_rate must be at least 0 and below 1"),
+    ],
+)
+def test_sizes_and_rates_out_of_range_say_so(build, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_sizes_may_be_lists_and_numpy_integers(build):
+    model = build(img_size=[np.int64(32), 48], patch_size=np.int64(8), depth=np.int64(2))
+    assert model(torch.randn(1, 3, 32, 48)).shape == (1, 5)
+
+
+def test_a_refused_classifier_leaves_the_old_one(build):
+    model = build()
+    with pytest.raises(TypeError):
+        model.reset_classifier(2.5)
+    assert model.num_classes == 5
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)

@@ -137,8 +137,13 @@ def _devices() -> list[torch.device]:
 
 
 def _discovery() -> str:
-    for switch in ("TIMM_SSOG_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        if os.environ.get(switch, "1") != "1":
+    # the first is off where it says so, torch's own where it is anything but 1
+    switches = {
+        "TIMM_SSOG_AUTOLOAD": os.environ.get("TIMM_SSOG_AUTOLOAD", "").lower() in ("0", "false", "off", "no"),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1",
+    }
+    for switch, is_off in switches.items():
+        if is_off:
             return f"off: {switch}={os.environ[switch]}; scripts must import timm_ssog"
     # torch is imported by now and has called every entry point it found: nobody else imports the hook's module.
     if "timm_ssog_autoload" in sys.modules:

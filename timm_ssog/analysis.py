@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from timm_ssog.depth import TABLEAUS
+from timm_ssog.errors import require_choice
 from timm_ssog.layers import SeparableMixer
 from timm_ssog.ode import SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
@@ -147,6 +148,11 @@ def ode_report(
         ValueError: if the model is not a continuous one, or a number of steps does not fit its blocks.
     """
     _require_continuous(model)
+    if not len(images) or (labels is not None and labels.shape != (len(images),)):
+        shape = None if labels is None else tuple(labels.shape)
+        raise ValueError(f"Expected images and one label each, got {len(images)} images and labels of shape {shape}.")
+    for solver in solvers:
+        require_choice("solvers", solver, tuple(TABLEAUS))
     with _evaluating(model):
         trained = (
             f"{model.solver} x {model.num_steps}" if model.is_fixed_step else f"{model.solver} at rtol {model.rtol:g}"
@@ -262,12 +268,13 @@ def _require_continuous(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, mode in training.items():
+            module.training = mode
 
 
 @contextlib.contextmanager

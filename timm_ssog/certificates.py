@@ -228,7 +228,11 @@ def certify(model: nn.Module, image_size: int | tuple[int, int]) -> Certificate:
     velocity_bound = max(report.velocity_bound for report in blocks)
     if isinstance(vit, OdeVitSsog):
         depth, steps = "continuous", vit.horizon
-        log_growth = sum(report.velocity_bound for report in blocks) * vit.horizon / len(blocks)
+        # the last block's part may be cut short by pruning
+        log_growth = sum(
+            report.velocity_bound * min(vit.block_span, vit.horizon - index * vit.block_span)
+            for index, report in enumerate(blocks)
+        )
     else:
         depth, steps = ("looped", loops) if looped else ("discrete", len(blocks))
         log_growth = 0.0
@@ -405,7 +409,9 @@ def _visited_states(model: VitSsog, images: Tensor) -> list[tuple[int, Tensor, T
         if isinstance(model, OdeVitSsog):
             ends: Any = model.forward_intermediates(images, intermediates_only=True)
             states = [model._embed(images), *(end.permute(0, 2, 3, 1) for end in ends[:-1])]
-            return [(step * len(model.blocks) // len(states), state, None) for step, state in enumerate(states)]
+            last = len(model.blocks) - 1
+            in_force = [min(int(step * model.step_size / model.block_span + 1e-6), last) for step in range(len(states))]
+            return [(block, state, None) for block, state in zip(in_force, states, strict=True)]
 
         visited: list[tuple[int, Tensor, Tensor | None]] = []
         hooks = []

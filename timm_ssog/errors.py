@@ -1,6 +1,7 @@
 """How this package says that an input is wrong: what was expected, what came, what to do."""
 
 import difflib
+import operator
 from collections.abc import Sequence
 
 
@@ -23,7 +24,11 @@ def require_positive_int(name: str, value: object, hint: str = "") -> None:
     Raises:
         ValueError: names the option, what came and, where given, what to do.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]  (numpy's integers are integers too)
+    except TypeError:
+        count = 0
+    if isinstance(value, bool) or count < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.{' ' + hint if hint else ''}")
 
 

@@ -218,6 +218,7 @@ def solve_adaptive(
             adjoint = {"adjoint_options": backward, "adjoint_params": wanted}
             solution = cast(Tensor, odeint_adjoint(watch, states[-1], ends, options=options, **adjoint, **settings))
             if solution.requires_grad:
+                solution.register_hook(_refuse_double_backward)
                 solution.register_hook(partial(watch.start_backward, end))
         _require_finite(solution, [start, end], watch.evaluations)
         states.append(solution[1])
@@ -267,6 +268,8 @@ def solve_fixed_adjoint(
     options = {"grid_constructor": lambda _, __, ends: ends.new_tensor(_grid(ends.tolist(), step_size))}
     clock = _clock(times, x.device)
     solution = cast(Tensor, odeint_adjoint(lambda _, state: evaluate(state), x, clock, options=options, **settings))
+    if solution.requires_grad:
+        solution.register_hook(_refuse_double_backward)
     steps = _grid(times, step_size)[1:]
     evaluations = len(TABLEAUS[solver].stages) * len(steps)
     _require_finite(solution, times, evaluations)
@@ -482,6 +485,15 @@ class _Watch:
         states = [*self.states[1:], end.detach()] if self.keep_states else None
         times = [*self.starts[1:], self.horizon]
         return SolveTrace(self.evaluations, len(times), self.rejected, times, self.largest_error, states)
+
+
+def _refuse_double_backward(_: Tensor) -> None:
+    # on in backward only where a graph of it is asked for, of which torchdiffeq's adjoint would silently lack its part
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The gradient of an adjoint solve can't be differentiated again: solve with adjoint=False, or take the "
+            "gradient without create_graph."
+        )
 
 
 def _upstream(tensor: Tensor, stops: set[_Edge]) -> Iterator[_Edge]:

@@ -5,6 +5,7 @@ The operator is defined in `timm_ssog.ops`, the block in `timm_ssog.layers`.
 """
 
 import math
+import operator
 from functools import partial
 from typing import Any
 
@@ -157,9 +158,19 @@ class VitSsog(nn.Module):
         require_choice("mixer", mixer, MIXERS)
         require_choice("pos_embed", pos_embed, ("learn", "none", ""))
         require_positive_int("depth", depth)
+        depth = int(depth)  # of numpy, say: timm wants Python's
+        require_positive_int("embed_dim", embed_dim)
+        require_positive_int("in_chans", in_chans)
+        for name, rate in (
+            ("drop_rate", drop_rate),
+            ("pos_drop_rate", pos_drop_rate),
+            ("proj_drop_rate", proj_drop_rate),
+        ):
+            _require_rate(name, rate)
+        _require_rate("drop_path_rate", drop_path_rate)
         _require_no_prefix(class_token, reg_tokens)
         _require_pool(global_pool)
-        image, patch = _pair(img_size), _pair(patch_size)
+        image, patch = _pair("img_size", img_size), _pair("patch_size", patch_size)
         grid_size = (image[0] // patch[0], image[1] // patch[1])
         if min(grid_size) < 1:
             raise ValueError(
@@ -271,15 +282,15 @@ class VitSsog(nn.Module):
         """
         if global_pool is not None:
             _require_pool(global_pool)
-            self.global_pool = global_pool
-        self.num_classes = num_classes
         weight = self.patch_embed.proj.weight
-        self.head = (
+        head = (
             nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
             if num_classes > 0
             else nn.Identity()
         )
-        self.head.train(self.training)
+        self.head = head.train(self.training)
+        self.num_classes = num_classes
+        self.global_pool = self.global_pool if global_pool is None else global_pool
 
     @torch.jit.ignore()
     def set_input_size(
@@ -298,8 +309,12 @@ class VitSsog(nn.Module):
         Raises:
             ValueError: if the image is smaller than a patch.
         """
-        image = _pair(img_size) if img_size is not None else _pair(self.patch_embed.img_size)
-        patch = _pair(patch_size) if patch_size is not None else _pair(self.patch_embed.patch_size)
+        image = _pair("img_size", img_size) if img_size is not None else _pair("img_size", self.patch_embed.img_size)
+        patch = (
+            _pair("patch_size", patch_size)
+            if patch_size is not None
+            else _pair("patch_size", self.patch_embed.patch_size)
+        )
         if image[0] < patch[0] or image[1] < patch[1]:
             raise ValueError(
                 f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
@@ -496,6 +511,7 @@ class LoopedVitSsog(VitSsog):
             **kwargs: Arguments of `VitSsog`.
         """
         require_positive_int("loops", loops)
+        _require_rate("drop_path_rate", drop_path_rate)
         require_choice("input_injection", input_injection, ("none", "add"))
         super().__init__(depth=depth, device=device, dtype=dtype, **kwargs)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -517,6 +533,7 @@ class LoopedVitSsog(VitSsog):
             ValueError: if ``loops`` is below one.
         """
         require_positive_int("loops", loops)
+        loops = int(loops)
         self.drop_path_rates = _drop_path_rates(self.drop_path_rate, loops)
         self._set_steps([{"module": f"blocks.{len(self.blocks) - 1}", "loop": loop + 1} for loop in range(loops)])
 
@@ -658,10 +675,11 @@ class OdeVitSsog(VitSsog):
                 f"stage would see another velocity and no solver could converge. Use drop_path_rate, whose mask is "
                 f"shared by the stages of a step."
             )
+        _require_rate("drop_path_rate", drop_path_rate)
         if not 0 < horizon < math.inf:
             raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
-        if drop_path_rate > 0.0 and solver in ADAPTIVE_SOLVERS:
-            raise ValueError(_drop_path_message(drop_path_rate, solver))
+        if solver in ADAPTIVE_SOLVERS or adjoint:
+            _require_no_noise(drop_path_rate, jitter, solver, adjoint)
         super().__init__(depth=depth, **kwargs)
         self.horizon = float(horizon)
         self.block_span = self.horizon / depth
@@ -697,7 +715,7 @@ class OdeVitSsog(VitSsog):
             "max_evaluations": self.max_evaluations if max_evaluations is None else max_evaluations,
         }
         _check_solver(**settings)
-        steps = settings.pop("solver_steps")
+        steps = int(settings.pop("solver_steps"))
         is_fixed_step = settings["solver"] in TABLEAUS
         steps_per_block = steps * self.block_span / self.horizon
         if is_fixed_step and len(self.blocks) > 1 and abs(steps_per_block - round(steps_per_block)) > 1e-6:
@@ -728,7 +746,8 @@ class OdeVitSsog(VitSsog):
 
     def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
         if not torch.jit.is_scripting():
-            if self.adjoint or not self.is_fixed_step:
+            # without gradients there is nothing to take by the adjoint, and the plain loop is the same solve
+            if (self.adjoint and torch.is_grad_enabled()) or not self.is_fixed_step:
                 return self._solve(x, taps, stop)
         elif not self.is_fixed_step:
             raise RuntimeError("An adaptive solver can't be scripted: set_solver('rk4') or another fixed-step method.")
@@ -783,23 +802,27 @@ class OdeVitSsog(VitSsog):
     @torch.jit.unused
     def _solve_traced(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
         """Solve by `timm_ssog.ode`, one block's part of the horizon after the other."""
-        if self.training and self.drop_path_rate > 0.0 and not self.is_fixed_step:
-            raise ValueError(_drop_path_message(self.drop_path_rate, self.solver))
+        if self.training:
+            _require_no_noise(self.drop_path_rate, self.jitter, self.solver, self.adjoint)
         _, height, width, _ = x.shape
         dtype = x.dtype
         state = as_state(x)
         states, traces = [], []
         for index, block in enumerate(self.blocks):
             start, last = index * self.block_span, min((index + 1) * self.block_span, stop * self.step_size)
-            ends = [step for step in range(stop) if start + 1e-6 < (step + 1) * self.step_size < last - 1e-6]
-            if last <= start:
+            slack = 1e-6 * self.step_size
+            if last <= start + slack:
                 break
+            ends = [step for step in range(stop) if start + slack < (step + 1) * self.step_size < last - slack]
             times = [start, *((step + 1) * self.step_size for step in ends), last]
             kernels = block.mixer.kernels(height, width)
             solved, trace = self._solve_block(block, state, kernels, times, dtype)  # type: ignore[arg-type]
             traces.append(trace)
             state = solved[-1]
-            at = {**dict(zip(ends, solved, strict=False)), round(last / self.step_size) - 1: state}
+            at = dict(zip(ends, solved, strict=False))
+            step = round(last / self.step_size)
+            if abs(step * self.step_size - last) < slack:  # else the block ends between two taps
+                at[step - 1] = state
             states.extend(tensor.to(dtype) for step, tensor in sorted(at.items()) if step in taps)
         return state.to(dtype), states, traces
 
@@ -815,7 +838,7 @@ class OdeVitSsog(VitSsog):
             return slope.to(at.dtype)
 
         parameters = None
-        if self.adjoint:
+        if self.adjoint and torch.is_grad_enabled():
             # the kernels are functions of these three: passing both would count their gradient twice
             behind_kernels = () if kernels is None else ("mixer.offset", "mixer.width", "mixer.amplitude")
             weights = [p for name, p in block.named_parameters() if not name.endswith(behind_kernels)]
@@ -841,8 +864,11 @@ def _check_solver(
     require_choice("solver", solver, (*TABLEAUS, *ADAPTIVE_SOLVERS))
     require_positive_int("solver_steps", solver_steps)
     require_positive_int("max_evaluations", max_evaluations)
+    for name, switch in (("adjoint", adjoint), ("per_sample", per_sample)):
+        if not isinstance(switch, bool):
+            raise ValueError(f"{name} must be True or False, got {switch!r}.")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if not 0 < tolerance < math.inf:
+        if not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {tolerance!r}.")
     if solver in TABLEAUS or not per_sample:
         return
@@ -858,16 +884,28 @@ def _check_solver(
         )
 
 
-def _drop_path_message(rate: float, solver: str) -> str:
-    return (
-        f"drop_path needs a fixed-step solver, whose stages share a mask, got drop_path_rate={rate} with {solver!r}: "
-        f"with an adaptive one the velocity would change from stage to stage and no step would be accepted. Set "
-        f"drop_path_rate=0 or solver={tuple(TABLEAUS)[-1]!r}."
-    )
+def _require_no_noise(drop_path_rate: float, jitter: bool, solver: str, adjoint: bool) -> None:
+    if drop_path_rate or jitter:
+        raise ValueError(
+            f"drop_path and jitter need a fixed-step solver without the adjoint, got drop_path_rate={drop_path_rate} "
+            f"and jitter={jitter} with solver={solver!r} and adjoint={adjoint}: they act on the steps of such a "
+            f"solver; an adaptive one would see its velocity change from stage to stage and accept no step. Set "
+            f"drop_path_rate=0 and jitter=False, or solver='rk4' and adjoint=False."
+        )
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+def _pair(name: str, size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be an integer or a pair (height, width), got {size!r}.")
+    for length in pair:
+        require_positive_int(name, length)
+    return operator.index(pair[0]), operator.index(pair[1])
+
+
+def _require_rate(name: str, rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {rate!r}.")
 
 
 def _drop_path_rates(rate: float, steps: int) -> list[float]:
@@ -929,7 +967,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VitSsog) -> dict[str
     out = {}
     for name, tensor in state_dict.items():
         if name == "patch_embed.proj.weight" and tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
-            tensor = resample_patch_embed(tensor, list(_pair(model.patch_embed.patch_size)), verbose=True)
+            tensor = resample_patch_embed(tensor, list(_pair("patch_size", model.patch_embed.patch_size)), verbose=True)
         elif name == "pos_embed" and model.pos_embed is not None and tensor.dim() == 4:
             tensor = resample_abs_pos_embed_nhwc(tensor, list(model.pos_embed.shape[1:3]), verbose=True)
         out[name] = tensor

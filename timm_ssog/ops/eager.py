@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from timm_ssog.ops.naive import dense_operator
-
 # Weights of the cost rule, fitted by examples/mixing_cost.py: a multiply-add of the stacked form takes as long as this
 # many of the dense form (small products, an intermediate M times the input) ...
 STACKED_COST = 2.0
@@ -62,7 +60,7 @@ def stacked_mix_backward(
 
 def dense_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """The dense form: one product a head with its N x N operator."""
-    operator = dense_operator(row_kernels, column_kernels).to(values.dtype)
+    operator = _dense_operator(row_kernels, column_kernels).to(values.dtype)
     return _apply(operator, values)
 
 
@@ -71,7 +69,7 @@ def dense_mix_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `dense_mix`, with the operator built anew."""
     height, width, heads = values.shape[1:4]
-    operator = dense_operator(row_kernels, column_kernels).to(values.dtype)
+    operator = _dense_operator(row_kernels, column_kernels).to(values.dtype)
     grad_values = _apply(operator.mT, grad)
     grad_operator = torch.matmul(_to_columns(grad), _to_columns(values).mT)
     # (heads, rows i k, columns j l): the operator is a sum of M products of two such flattened kernels
@@ -80,6 +78,15 @@ def dense_mix_backward(
     grad_rows = torch.matmul(column_kernels.flatten(2), grad_operator.mT).reshape(row_kernels.shape)
     grad_columns = torch.matmul(row_kernels.flatten(2), grad_operator).reshape(column_kernels.shape)
     return grad_values, grad_rows, grad_columns
+
+
+def _dense_operator(row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
+    """The sum of Kronecker products (heads, N, N), as one product of all components' flattened kernels."""
+    heads, _, height, _ = row_kernels.shape
+    width = column_kernels.shape[-1]
+    operator = torch.matmul(row_kernels.flatten(2).mT, column_kernels.flatten(2))
+    operator = operator.reshape(heads, height, height, width, width).transpose(2, 3)
+    return operator.reshape(heads, height * width, height * width)
 
 
 def _stacks(row_kernels: Tensor, column_kernels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
