@@ -55,3 +55,9 @@ def test_ablation_tables_are_those_of_the_results(monkeypatch):
 
     runs = json.loads((ROOT / "examples" / "results" / "ablation.json").read_text())["runs"]
     assert ablation.table(runs) in README.read_text()
+
+
+def test_benchmark_tables_are_those_of_the_results():
+    results = (ROOT / "examples" / "results" / "benchmark.md").read_text()
+    tables = results[results.index("| inference") : results.index("Met:")].strip()
+    assert tables in README.read_text()
