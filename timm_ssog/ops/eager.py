@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits: a multiply-add of the stacked form takes as long as this
-# many of the dense form (small products, an intermediate M times the input) ...
+# Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits: a multiply-add of the
+# stacked form takes as long as this many of the dense form (small products, an intermediate M times the input) ...
 STACKED_COST = 2.0
 # ... and so many per component and entry go into building the dense operator, whatever the batch.
 BUILD_COST = 12.0
