@@ -249,9 +249,9 @@ def test_demo_from_end_to_end(tmp_path: Path):
         return [float(number) for number in re.findall(r"[\d.]+", line)]
 
     assert printed("SSoG, kernels relative to the image")[0] == printed("SSoG")[0]
-    assert printed("SSoG, kernels relative to the image")[2] == percent_right(made / "ssog-discrete", 56)
-    cells = percent_right(made / "ssog-discrete", 42, kernel_coords="cells")
+    assert printed("SSoG, kernels relative to the image")[2] == percent_right(made / "ssog-discrete", 64)
+    cells = percent_right(made / "ssog-discrete", 48, kernel_coords="cells")
     assert printed("SSoG, kernels in cells")[1] == cells
     # two rows are named attention: the accuracy alone, and that of every size
-    assert f"{percent_right(made / 'attention-discrete', 28):.1f} %" in result.stdout
+    assert f"{percent_right(made / 'attention-discrete', 32):.1f} %" in result.stdout
     assert not re.search(r"warning", result.stdout + result.stderr, re.IGNORECASE)
