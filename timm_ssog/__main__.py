@@ -15,6 +15,7 @@ from pathlib import Path
 import timm
 import torch
 
+from timm_ssog.hub.commands import export_command, push_command
 from timm_ssog.ops.dispatch import select_implementation
 
 
@@ -153,6 +154,8 @@ def _discovery() -> str:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "info": (info, "print versions, models, the mixing path on each device and the discovery hook"),
+    "export": (export_command, "turn an output folder of train.py into a folder to publish: RUN_DIR OUT_DIR"),
+    "push": (push_command, "push an exported folder to the Hugging Face Hub: OUT_DIR owner/name"),
 }
 
 if __name__ == "__main__":

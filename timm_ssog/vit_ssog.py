@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.jit import Final
 
 from timm_ssog.depth import TABLEAUS, advance
+from timm_ssog.digest import check_digests, without_digests
 from timm_ssog.errors import require_choice, require_positive_int
 from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer
 from timm_ssog.ode import (
@@ -961,9 +962,14 @@ def _record_input_size(model: nn.Module, img_size: tuple[int, int], patch_size: 
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VitSsog) -> dict[str, Tensor]:
-    """Fit a checkpoint to the model: unwrap it, and resample patch and position embeddings of another size."""
+    """Fit a checkpoint to the model: unwrap it, and resample patch and position embeddings of another size.
+
+    Raises:
+        ValueError: if it was published with a digest and has another.
+    """
     state_dict = state_dict.get("model", state_dict)
     state_dict = state_dict.get("state_dict", state_dict)
+    check_digests(state_dict, model.pretrained_cfg, getattr(model, "pretrained_model_args", {}))
     out = {}
     for name, tensor in state_dict.items():
         if name == "patch_embed.proj.weight" and tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
@@ -992,6 +998,8 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     }
 
 
+# A published checkpoint is one more row: `python -m timm_ssog push` prints it, with the commit it verified and the
+# digest of its weights. timm offers a row's weights wherever it lists pretrained models: none may name what isn't there.
 default_cfgs = generate_default_cfgs(
     {
         "vit_ssog_tiny.untrained": _cfg(),
@@ -1011,7 +1019,7 @@ def _create_vit_ssog(
     variant: str, pretrained: bool = False, model_cls: type[VitSsog] = VitSsog, **kwargs: Any
 ) -> VitSsog:
     out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         model_cls,
         variant,
         pretrained,
@@ -1019,6 +1027,11 @@ def _create_vit_ssog(
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
         **kwargs,
     )
+    # the digests are of the published weights; kept, they would be saved with those that the model gets in training
+    for module in (model, getattr(model, "model", None)):  # with features_only, the wrapper and what it wraps
+        if isinstance(module, nn.Module) and isinstance(config := getattr(module, "pretrained_cfg", None), dict):
+            without_digests(config)
+    return model
 
 
 @register_model

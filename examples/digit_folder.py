@@ -1,0 +1,56 @@
+"""Write the real digits as folders of PNG files, as timm's train.py and validate.py read them.
+
+The 4,000 training images are split once more, so that a run can choose its best epoch on images that are neither
+trained on nor tested on: DIR/train (3,600), DIR/validation (400) and DIR/test (1,000), a folder a class in each.
+"""
+
+import argparse
+from pathlib import Path
+
+from digits import digits
+from PIL import Image
+
+VALIDATION = 10
+"""Every so manieth image of a class of the training split is kept for validation."""
+
+
+def write_folder(root: Path) -> dict[str, int]:
+    """Write all three splits below a folder that does not exist yet.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        Images in each split.
+
+    Raises:
+        FileExistsError: if the folder is there already: files left in it would be trained on.
+    """
+    root.mkdir(parents=True)
+    counts = {"train": 0, "validation": 0, "test": 0}
+    for source in ("train", "test"):
+        seen: dict[int, int] = {}
+        for image, label in zip(*digits(source), strict=True):
+            number = seen[int(label)] = seen.get(int(label), -1) + 1
+            held_out = source == "train" and number % VALIDATION == VALIDATION - 1
+            split = "validation" if held_out else source
+            path = root / split / str(label) / f"{number:04}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+            counts[split] += 1
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write them; must not exist yet")
+    options = parser.parse_args()
+    try:
+        counts = write_folder(options.directory)
+    except FileExistsError:
+        raise SystemExit(f"DIR must not exist yet, and {options.directory} does: name another, or remove it.") from None
+    print(", ".join(f"{split} {count}" for split, count in counts.items()), "in", options.directory)
+
+
+if __name__ == "__main__":
+    main()

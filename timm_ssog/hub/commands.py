@@ -1,0 +1,110 @@
+"""``python -m timm_ssog export`` and ``python -m timm_ssog push``."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from timm_ssog.hub.exporting import DTYPES, export
+from timm_ssog.hub.pushing import push
+from timm_ssog.hub.run import BEST
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """Export a run of train.py; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m timm_ssog export",
+        description="Turn an output folder of timm's train.py into a folder to publish: safetensors, config and card.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="output folder of train.py")
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to write; an earlier export there is replaced")
+    parser.add_argument("--checkpoint", default=BEST, help="best (default), last, or the name of a checkpoint")
+    parser.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="the moving average of the weights, or not (default: where the run's metric is the average's)",
+    )
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights (default: float32)")
+    parser.add_argument("--about", metavar="YAML", help="data, licence and limits (default: OUT_DIR/card.yaml)")
+    parser.add_argument(
+        "--results",
+        metavar="SPLIT=FILE",
+        action="append",
+        default=[],
+        help="a --results-file of validate.py, and the split that it is about; may be repeated",
+    )
+    parser.add_argument(
+        "--benchmark", metavar="FILE", action="append", help="a --results-file of benchmark.py; may be repeated"
+    )
+    options = parser.parse_args(arguments)
+    results: dict[str, list[str]] = {}
+    for given in options.results:
+        split, equals, file = given.partition("=")
+        if not equals or not split or not file:
+            parser.error(f"--results must be SPLIT=FILE, as in test=results.json, got {given!r}")
+        results.setdefault(split, []).append(file)
+
+    def run() -> None:
+        export(
+            options.run_dir,
+            options.out_dir,
+            checkpoint=options.checkpoint,
+            average=options.ema,
+            dtype=options.dtype,
+            about=options.about,
+            results=results,
+            benchmark=options.benchmark,
+            on_progress=_say,
+        )
+        print(f'done: timm.create_model("local-dir:{options.out_dir}", pretrained=True)')
+
+    return _report(run)
+
+
+def push_command(arguments: Sequence[str]) -> int:
+    """Push an exported folder; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m timm_ssog push",
+        description="Push an exported folder to the Hub at HF_ENDPOINT, then download and compare it.",
+    )
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder that export wrote")
+    parser.add_argument("repo_id", metavar="owner/name", help="repository; created if it is not there")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--revision", default="main", help="branch; created if it is not there (default: main)")
+    parser.add_argument("--message", help="of the commit")
+    parser.add_argument("--replace-card", action="store_true", help="replace a README.md that export did not write")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, send and change nothing")
+    options = parser.parse_args(arguments)
+
+    def run() -> None:
+        published = push(
+            options.out_dir,
+            options.repo_id,
+            private=options.private,
+            revision=options.revision,
+            message=options.message,
+            replace_card=options.replace_card,
+            dry_run=options.dry_run,
+            on_progress=_say,
+        )
+        for name, digest in published.files.items():
+            print(f"{digest}  {name}")
+        print(published.row)
+        if published.commit is None:
+            print(f"dry run: would push these {len(published.files)} files to {options.repo_id}")
+        else:
+            print(f'done: timm.create_model("{published.source}", pretrained=True)')
+
+    return _report(run)
+
+
+def _say(step: str) -> None:
+    print(f"timm_ssog: {step}", file=sys.stderr, flush=True)
+
+
+def _report(run: Callable[[], None]) -> int:
+    try:
+        run()
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"timm_ssog: {error}", file=sys.stderr)
+        return 2
+    return 0

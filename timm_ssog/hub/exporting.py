@@ -1,0 +1,307 @@
+"""From the output folder of train.py to a folder that can be published, all of it or nothing."""
+
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import yaml
+from timm.data import resolve_data_config
+from timm.models import save_for_hf
+
+from timm_ssog import VitSsog
+from timm_ssog.digest import digest_notes
+from timm_ssog.errors import require_choice
+from timm_ssog.hub.card import ABOUT, check_about, read_about, render_card
+from timm_ssog.hub.measure import certificate, measure
+from timm_ssog.hub.run import BEST, TrainedWeights, TrainRun, read_run, read_weights
+
+WEIGHTS = "model.safetensors"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# rates of random noise in training: no part of the function that was learned, and a bar to adaptive solvers
+_TRAINING_ARGUMENTS = ("jitter", "drop_rate", "drop_path_rate", "drop_block_rate")
+
+_RESULT_FIELDS = ("top1", "top1_err", "top5", "top5_err", "img_size", "crop_pct", "interpolation", "param_count")
+_BENCHMARK_FIELDS = ("infer_samples_per_sec", "infer_step_time", "infer_batch_size", "infer_img_size", "param_count")
+
+Paths = str | Path | Sequence[str | Path]
+
+
+def export(
+    run_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    checkpoint: str = BEST,
+    average: bool | None = None,
+    dtype: str = "float32",
+    about: str | Path | None = None,
+    results: Mapping[str, Paths] | None = None,
+    benchmark: Paths | None = None,
+    on_progress: Callable[[str], None] = lambda step: None,
+) -> Path:
+    """Turn a run of timm's train.py into a folder to publish: model.safetensors, config.json and a README.md card.
+
+    The folder is loaded again and compared with the checkpoint, bit for bit, before it takes its place; whatever fails,
+    nothing is half-written and an older folder stays as it was. Pickles are read as tensors only and never written.
+
+    Args:
+        run_dir: Output folder of train.py.
+        out_dir: Folder to write; an earlier export there is replaced.
+        checkpoint: ``"best"``, ``"last"`` or the name of a checkpoint in ``run_dir``.
+        average: Export the moving average of the weights; by default exactly where the run's metric is the average's.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the weights in the file.
+        about: YAML with what nobody can measure (data, licence, limits); by default card.yaml of an earlier export.
+        results: Files of validate.py's ``--results-file``, CSV or JSON, by the split that they are about.
+        benchmark: Files of benchmark.py's ``--results-file``.
+        on_progress: Called with a line before each step.
+
+    Returns:
+        ``out_dir``.
+
+    Raises:
+        FileNotFoundError: if the run, the checkpoint or a named file is not there.
+        FileExistsError: if ``out_dir`` is there and is no earlier export.
+        ValueError: if the run is damaged, is of another model, or does not fit the results.
+    """
+    require_choice("dtype", dtype, tuple(DTYPES))
+    out = Path(out_dir).absolute()
+    _require_replaceable(out)
+    on_progress(f"reading {run_dir}")
+    run = read_run(run_dir)
+    weights = read_weights(run, checkpoint, average)
+    about_file = Path(about) if about is not None else out / ABOUT
+    facts = read_about(about_file) if about is not None or about_file.exists() else {}
+    facts = {key: value for key, value in facts.items() if key not in ("repo_id", "revision")}  # as of the last push
+
+    on_progress(f"building {run.options['model']}, epoch {weights.epoch} of {weights.file}")
+    model = build_trained(run, weights)
+    check_about(facts, model.num_classes)
+    model.to(DTYPES[dtype])
+    with _replacing(out) as folder:
+        on_progress(f"writing {WEIGHTS} and config.json")
+        config = _write_model(folder, model, run, facts)
+        on_progress("loading them again, to compare")
+        model.float()
+        _require_same_when_loaded(folder, model)
+        on_progress("counting operations, certifying")
+        _write_run(folder, run, weights, config, dtype)
+        input_size = tuple(config["pretrained_cfg"]["input_size"])
+        _write_json(folder / "run/measured.json", measure(model, input_size))
+        (folder / "run/certificate.json").write_text(certificate(model, input_size).to_json() + "\n", encoding="utf-8")
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if results:
+            rows = [
+                {"split": split, "own_size": int(float(row["img_size"])) == input_size[-1], **row}
+                for split, files in results.items()
+                for row in _read_rows(files, _RESULT_FIELDS, parameters)
+            ]
+            _write_json(folder / "run/results.json", rows)
+        if benchmark:
+            _write_json(folder / "run/benchmark.json", _read_rows(benchmark, _BENCHMARK_FIELDS, parameters))
+        (folder / ABOUT).write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        on_progress("rendering README.md")
+        (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
+    return Path(out_dir)
+
+
+def build_trained(run: TrainRun, weights: TrainedWeights) -> VitSsog:
+    """Build the model of a run as train.py did, with its weights, in eval mode.
+
+    Channels, classes and the grid are read off the weights, as releases of train.py derive them differently.
+
+    Raises:
+        ValueError: if it is none of this package's models, or the weights are of another.
+    """
+    state = weights.state_dict
+    arguments = {
+        key: value
+        for key, value in {"global_pool": run.options.get("gp"), **(run.options.get("model_kwargs") or {})}.items()
+        if value is not None and key not in _TRAINING_ARGUMENTS and not key.endswith("_drop_rate")
+    }
+    for key, name, axis in (("in_chans", "patch_embed.proj.weight", 1), ("num_classes", "head.weight", 0)):
+        arguments[key] = state[name].shape[axis] if name in state else 0
+    name = run.options["model"]
+    if "vit_ssog" not in name and ":" not in name:
+        raise ValueError(
+            f"Expected a run of one of the vit_ssog models, got one of {name}: timm.models.push_to_hf_hub publishes "
+            f"other models."
+        )
+    try:
+        model: Any = timm.create_model(name, pretrained=False, **arguments)
+        grid = state["pos_embed"].shape[1:3] if "pos_embed" in state else None
+        if grid is not None and model.pos_embed is not None and model.pos_embed.shape[1:3] != grid:
+            patch = model.patch_embed.patch_size
+            arguments["img_size"] = [grid[0] * patch[0], grid[1] * patch[1]]
+            model = timm.create_model(name, pretrained=False, **arguments)
+        if not isinstance(model, VitSsog):
+            raise ValueError(f"Expected a run of one of the vit_ssog models, got one of {name}.")
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{run.folder / weights.file} does not fit the model that args.yaml describes ({name} with "
+            f"{arguments}): {error}"
+        ) from error
+    model._model_args = {**getattr(model, "_model_args", {}), **arguments}
+    return model.eval()
+
+
+def _write_model(folder: Path, model: VitSsog, run: TrainRun, facts: Mapping[str, Any]) -> dict[str, Any]:
+    data_config = resolve_data_config({**run.options, "in_chans": model.in_chans}, model=model)
+    data_config["input_size"] = (model.in_chans, *data_config["input_size"][1:])
+    for key in ("mean", "std"):  # of the default, three channels
+        if len(data_config[key]) not in (1, model.in_chans):
+            data_config[key] = (sum(data_config[key]) / len(data_config[key]),) * model.in_chans
+    model.pretrained_cfg.update(data_config)
+    save_for_hf(model, str(folder), model_args=dict(model._model_args), safe_serialization=True)
+    (folder / WEIGHTS).chmod(0o666 & ~_umask())  # safetensors makes its files private
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # transformers' wrapper passes the number of classes itself; timm takes it from the configuration
+    config.get("model_args", {}).pop("num_classes", None)
+    if facts.get("label_names"):
+        config["label_names"] = facts["label_names"]
+    state_dict = model.state_dict()
+    config["pretrained_cfg"] |= {
+        "tag": facts.get("tag"),
+        "license": facts.get("license"),
+        # without it, timm asks for a pickle first and takes it where the safetensors file can't be had
+        "hf_hub_filename": WEIGHTS,
+        "notes": digest_notes(state_dict, config["architecture"], config.get("model_args", {})),
+    }
+    config["pretrained_cfg"] = {key: value for key, value in config["pretrained_cfg"].items() if value is not None}
+    _write_json(path, config)
+    return config
+
+
+@torch.no_grad()
+def _require_same_when_loaded(folder: Path, model: VitSsog) -> None:
+    loaded: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    channels, height, width = loaded.pretrained_cfg["input_size"]
+    images = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
+    state = model.state_dict()
+    same_state = loaded.state_dict().keys() == state.keys() and all(
+        torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items()
+    )
+    if not same_state or not torch.equal(loaded(images), model(images)):
+        raise ValueError(
+            "The exported folder does not load as the model that was trained; nothing was written. Please report this "
+            "with the run's args.yaml."
+        )
+
+
+def _write_run(folder: Path, run: TrainRun, weights: TrainedWeights, config: dict[str, Any], dtype: str) -> None:
+    (folder / "run").mkdir()
+    arguments = {k: v for k, v in config.get("model_args", {}).items() if k not in ("in_chans", "global_pool")}
+    options = {
+        **run.public_options,
+        "model": config["architecture"],
+        "model_kwargs": {**arguments, **(run.options.get("model_kwargs") or {})},
+    }
+    text = yaml.safe_dump(options, sort_keys=False)
+    (folder / "run/train_args.yaml").write_text(text, encoding="utf-8")
+    rows = {int(row["epoch"]): row for row in run.epochs}  # of an epoch done twice, the later
+    rows[weights.epoch] = weights.summary
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    with (folder / "run/summary.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, "epoch": epoch} for epoch, row in sorted(rows.items()))
+    facts = {
+        "file": weights.file,
+        "epoch": weights.epoch,
+        "metric": weights.metric,
+        "value": weights.value,
+        "split": weights.split,
+        "average": weights.is_average,
+        "dtype": dtype,
+        "bytes": (folder / WEIGHTS).stat().st_size,
+        "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+    }
+    _write_json(folder / "run/checkpoint.json", facts)
+
+
+def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dict[str, Any]]:
+    """Rows of a results file of timm's scripts, with the fields that are nobody's secret."""
+    rows = []
+    for path in [files] if isinstance(files, (str, Path)) else files:
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            content = json.loads(text) if text.lstrip()[:1] in ("[", "{") else list(csv.DictReader(text.splitlines()))
+        except ValueError as error:
+            raise ValueError(f"{path} is neither the JSON nor the CSV of timm's --results-file: {error}") from error
+        for row in content if isinstance(content, list) else [content]:
+            missing = [field for field in fields if field not in row]
+            if missing:
+                raise ValueError(f"{path} lacks {', '.join(missing)}: it is not a --results-file of timm's script.")
+            kept = {field: _number(row[field]) for field in fields}
+            if kept["param_count"] != round(parameters / 1e6, 2):
+                raise ValueError(
+                    f"{path} is about a model of {row['param_count']} M parameters, this one has "
+                    f"{parameters / 1e6:.2f} M: it belongs to another checkpoint."
+                )
+            rows.append(kept)
+    return rows
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() and "." not in value else number
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _require_replaceable(out: Path) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise FileExistsError(f"OUT_DIR must be a folder to write, and {out} is a file.")
+    names = {path.name for path in out.iterdir()}
+    if names - {ABOUT} and not (out / "run" / "checkpoint.json").exists():
+        raise FileExistsError(
+            f"{out} is no earlier export and holds {', '.join(sorted(names)[:5])}: name a folder that does not exist, "
+            f"or one with card.yaml alone."
+        )
+
+
+@contextlib.contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its place if all goes well, and is gone if not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".new", dir=out.parent))
+    old = folder.with_suffix(".old")
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
+        if out.exists():
+            out.rename(old)
+        try:
+            folder.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
