@@ -5,26 +5,16 @@ second call takes up where the first one stopped.
 """
 
 import argparse
-import json
-import math
-import os
-import signal
-import statistics
-import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import datetime, timezone
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from digits import IMAGE_SIZE, Digits, digit_loader
+from runs import decimal, mean_spread, provenance, run_all
 from timm.utils import random_seed
 from torch.nn import functional as F
-from tqdm import tqdm
 from training import MODEL, RECIPE, accuracy, create_model, train
 
 # spelt out, so that the results keep their meaning when the package's defaults change
@@ -85,7 +75,7 @@ def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, An
     model = create_model(**options)
     loader = digit_loader("train", batch_size=RECIPE["batch_size"], limit=limit)
     start = time.perf_counter()
-    train(model, loader, epochs, learning_rate)
+    train(model, loader, epochs, {**RECIPE, "learning_rate": learning_rate})
     seconds = time.perf_counter() - start
     record = {
         "setting": setting,
@@ -94,8 +84,7 @@ def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, An
         "accuracy": accuracy(model, digit_loader("test", limit=limit)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "train_seconds": round(seconds, 1),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "timm": timm.__version__},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **provenance(),
     }
     if setting in ZERO_SHOT:
         record["zero_shot"] = {}
@@ -106,69 +95,6 @@ def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, An
                 str(size): accuracy(resized, digit_loader("test", size, limit=limit)) for size in ZERO_SHOT_SIZES
             }
     return record
-
-
-def results_of(path: Path, recipe: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs recorded in a results file, none if there is no such file.
-
-    Raises:
-        SystemExit: if the file is no results file, or its runs followed another recipe.
-    """
-    if not path.exists():
-        return []
-    try:
-        content = json.loads(path.read_text())
-        found, runs = content["recipe"], content["runs"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} holds no results of this script ({error!r}): name another --output.") from error
-    if found != recipe:
-        changed = ", ".join(key for key in {**found, **recipe} if found.get(key) != recipe.get(key))
-        raise SystemExit(f"The runs in {path} followed another recipe ({changed}): delete it or name another --output.")
-    return runs
-
-
-def write_results(path: Path, recipe: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    """Write all runs at once, so that an interruption leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
-    os.replace(partial, path)
-
-
-def records(tasks: list[tuple[str, int]], jobs: int, epochs: int, limit: int | None) -> Iterator[dict[str, Any]]:
-    """Run all tasks (setting, seed) and yield each record when it is there, from several processes if ``jobs`` > 1."""
-    if jobs == 1:
-        for setting, seed in tasks:
-            yield run(setting, seed, epochs, limit)
-        return
-    # spawned, as torch's threads do not survive a fork; Ctrl-C ends the workers without a word
-    quiet = (signal.SIGINT, signal.SIG_DFL)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=signal.signal, initargs=quiet) as pool:
-        futures = [pool.submit(run, setting, seed, epochs, limit) for setting, seed in tasks]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def step_seconds(steps: int = 3) -> float:
-    """Seconds that a training step of the default takes, by a short trial."""
-    torch.set_num_threads(1)
-    options = {key: value for key, value in DEFAULT.items() if key != "learning_rate"}
-    loader = digit_loader("train", batch_size=RECIPE["batch_size"], limit=steps * RECIPE["batch_size"])
-    start = time.perf_counter()
-    train(create_model(**options), loader, epochs=1)
-    return (time.perf_counter() - start) / steps
-
-
-def mean_spread(values: list[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; the latter is nan for a single value."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
-
-
-def decimal(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f}"
 
 
 def difference(runs: list[dict[str, Any]], setting: str) -> tuple[float, float]:
@@ -278,29 +204,8 @@ def main(argv: list[str] | None = None) -> None:
         "test_images": len(Digits("test", limit=limit)),
         **{key: MODEL[key] for key in ("img_size", "patch_size", "embed_dim", "depth", "mlp_ratio")},
     }
-    runs = results_of(output, recipe)
-    done = {(run["setting"], run["seed"]) for run in runs}
-    # seeds outermost: an interrupted ablation has fewer seeds, not fewer settings
-    wanted = [(setting, seed) for seed in range(options.seeds) for setting in options.only or CHANGES]
-    tasks = [task for task in wanted if task not in done]
-    if tasks:
-        steps = epochs * -(-recipe["train_images"] // RECIPE["batch_size"])
-        minutes = step_seconds() * steps * len(tasks) / min(options.jobs, len(tasks)) / 60
-        print(
-            f"{len(tasks)} runs to do, {len(wanted) - len(tasks)} done before; roughly {minutes:.0f} min.",
-            file=sys.stderr,
-        )
-    try:
-        with tqdm(total=len(wanted), initial=len(wanted) - len(tasks), unit="run", smoothing=0) as bar:
-            for record in records(tasks, options.jobs, epochs, limit):
-                runs.append(record)
-                write_results(output, recipe, runs)
-                bar.set_postfix_str(f"{record['setting']}, seed {record['seed']}: {record['accuracy']:.1f} %")
-                bar.update()
-    except KeyboardInterrupt:
-        raise SystemExit(
-            f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
-        ) from None
+    settings = list(options.only or CHANGES)
+    runs = run_all(output, recipe, settings, options.seeds, partial(run, epochs=epochs, limit=limit), options.jobs)
     print(table(runs))
     for grid in (7,) if options.quick else (7, 64):
         shares = weakest_gradients(grid)

@@ -1,6 +1,7 @@
 """Train SSoG and its dense attention twin on real digits with timm's own parts; then reload, enlarge and draw them.
 
-Everything runs on the CPU and lands below output/: models, and the images of kernels and accuracies.
+Discrete, looped and continuous models, each beside its twin. Everything runs on the CPU and lands below output/:
+models, and images of kernels and accuracies.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from training import MODEL, RECIPE, accuracy, create_model, train
 
 from timm_ssog import VitSsog
-from timm_ssog.ops.naive import dense_operator
+from timm_ssog.analysis import kernel_atlas
 
 EPOCHS = 4
 SIZE = 32
@@ -39,8 +40,12 @@ INPUT: dict[str, Any] = {
 }
 
 MIXERS = {"SSoG": "ssog", "attention": "attention"}
-DEPTHS: dict[str, dict[str, Any]] = {"discrete": {"name": "vit_ssog_tiny", "depth": 4}}
-"""Columns of the comparison: how each model repeats its blocks."""
+DEPTHS: dict[str, dict[str, Any]] = {
+    "discrete": {"name": "vit_ssog_tiny", "depth": 4},
+    "looped": {"name": "vit_ssog_tiny_looped", "depth": 1, "loops": 4},
+    "continuous": {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 4.0, "solver": "midpoint", "solver_steps": 2},
+}
+"""Columns of the comparison, of one cost: four blocks, one block four times, four evaluations of one as a velocity."""
 
 COLOURS = {"SSoG": "#1b6ca8", "attention": "#c8553d"}
 
@@ -100,35 +105,6 @@ def resolution_curves(name: str, folder: Path, limit: int | None) -> Iterator[tu
         yield label, [accuracy(model, digit_loader("test", size, limit=limit)) for size in SIZES]
 
 
-def draw_kernels(model: VitSsog, title: str) -> Figure:
-    """Draw, for each block and head, the weights with which the centre token looks at all tokens."""
-    height, width = model.patch_embed.grid_size
-    row, column = height // 2, width // 2
-    mixers: list[Any] = [block.mixer for block in model.blocks]
-    heads = mixers[0].num_heads
-    figure, axes = plt.subplots(
-        len(mixers), heads, figsize=(2.1 * heads + 1.4, 2.1 * len(mixers) + 1.2), squeeze=False, layout="constrained"
-    )
-    figure.suptitle(title)
-    for block, mixer in enumerate(mixers):
-        with torch.no_grad():
-            operator = dense_operator(*mixer.kernels(height, width))
-        weights = operator[:, row * width + column].reshape(heads, height, width)
-        limit = float(weights.abs().max())
-        for head, axis in enumerate(axes[block]):
-            image = axis.imshow(weights[head].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
-            axis.plot(column, row, marker="+", color="black", markersize=7, markeredgewidth=1.2)
-            axis.set(xticks=[], yticks=[])
-            if block == 0:
-                axis.set_title(f"head {head + 1}", fontsize=10)
-            if head == 0:
-                axis.set_ylabel(f"block {block + 1}", fontsize=10)
-        bar = figure.colorbar(image, ax=axes[block], pad=0.02, aspect=12)
-        bar.ax.tick_params(labelsize=8)
-    figure.supxlabel("+ marks the centre token; red adds, blue subtracts; one colour scale a block", fontsize=9)
-    return figure
-
-
 def draw_resolution(curves: dict[str, list[float]]) -> Figure:
     """Draw accuracy against the resolution of the test images."""
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -185,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
     images = next(iter(digit_loader("test", SIZE, batch_size=100)))[0]
-    accuracies: dict[str, list[str]] = {mixer: [] for mixer in MIXERS}
+    comparison: dict[str, list[str]] = {mixer: [] for mixer in MIXERS}
     curves: dict[str, list[float]] = {}
     files: dict[str, Path] = {}
     reloads = []
@@ -193,26 +169,29 @@ def main(argv: list[str] | None = None) -> None:
         for mixer in MIXERS:
             name = f"{MIXERS[mixer]}-{depth}"
             folder = files[f"model {name}"] = output / name
+            begin = time.perf_counter()
             model = train_and_save(mixer, depth, folder, epochs, limit)
+            seconds = time.perf_counter() - begin
             if not torch.equal(logits(model, images), logits(reload(folder), images)):
                 raise SystemExit(f"The model reloaded from {folder} answers otherwise than the one that was saved.")
             reloads.append(name)
-            of_model = dict(resolution_curves(mixer, folder, limit))
-            accuracies[mixer].append(f"{next(iter(of_model.values()))[0]:.1f} %")
             if depth == "discrete":
+                of_model = dict(resolution_curves(mixer, folder, limit))
                 curves.update(of_model)
-                if MIXERS[mixer] == "ssog":
-                    files["kernels"] = output / "kernels.png"
-                    save_figure(
-                        draw_kernels(model, "Learned SSoG kernels: the weight of every token in the centre token"),
-                        files["kernels"],
-                    )
+                top1 = next(iter(of_model.values()))[0]
+            else:
+                top1 = accuracy(model, digit_loader("test", SIZE, limit=limit))
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            comparison[mixer].append(f"{top1:.1f} %, {parameters:,}, {seconds:.0f} s")
+            if MIXERS[mixer] == "ssog":
+                path = files[f"kernels {depth}"] = output / f"kernels-{depth}.png"
+                save_figure(kernel_atlas(model, SIZE), path)
     files["resolution"] = output / "resolution.png"
     save_figure(draw_resolution(curves), files["resolution"])
 
-    print_table(f"top-1 at {SIZE} px", list(DEPTHS), accuracies)
+    print_table("top-1, parameters, training time", list(DEPTHS), comparison)
     rows = {label: [f"{value:.1f} %" for value in values] for label, values in curves.items()}
-    print_table(f"trained at {SIZE} px, tested at", [f"{size} px" for size in SIZES], rows)
+    print_table(f"discrete, trained at {SIZE} px, tested at", [f"{size} px" for size in SIZES], rows)
     print(f"Saved and reloaded with identical logits (torch.equal): {', '.join(reloads)}.\n")
     for what, path in files.items():
         print(f"{what.ljust(max(map(len, files)))}  {path}")

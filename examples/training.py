@@ -1,7 +1,7 @@
 """The model and the recipe that all examples share, in timm's own parts: optimizer, schedule, loss and task."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import timm
 import torch
@@ -10,7 +10,6 @@ from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import timm_ssog
 
@@ -50,6 +49,14 @@ RECIPE: dict[str, Any] = {
     "label_smoothing": 0.1,
 }
 
+
+class Batches(Protocol):
+    """What a loader of torch or timm is: some number of batches of images and labels."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
 INIT_WIDTH = 768
 """Input width at which timm's initial weights, of standard deviation 0.02, pass a signal on at about half its size."""
 
@@ -70,39 +77,48 @@ def create_model(name: str = "vit_ssog_tiny", **options: Any) -> timm_ssog.VitSs
 
 def train(
     model: nn.Module,
-    loader: DataLoader[tuple[Tensor, Tensor]],
+    loader: Batches,
     epochs: int,
-    learning_rate: float = RECIPE["learning_rate"],
+    recipe: dict[str, Any] = RECIPE,
     on_step: Callable[[float], None] | None = None,
+    amp: bool = False,
 ) -> None:
-    """Train a model.
+    """Train a model where it is.
 
     Args:
         model: Maps images to logits.
         loader: Batches of images and labels.
         epochs: Passes over the loader.
-        learning_rate: Peak of the schedule.
+        recipe: Optimizer, schedule and label smoothing, with the keys of `RECIPE`.
         on_step: Called with the loss after each step.
+        amp: Whether the model runs under autocast, in bfloat16.
+
+    Raises:
+        ValueError: if the loader has no batch.
     """
-    task = ClassificationTask(model, criterion=LabelSmoothingCrossEntropy(RECIPE["label_smoothing"]), verbose=False)
+    if not len(loader):
+        raise ValueError("Expected at least one batch to train on, got none: is batch_size above the number of images?")
+    task = ClassificationTask(model, criterion=LabelSmoothingCrossEntropy(recipe["label_smoothing"]), verbose=False)
     optimizer = create_optimizer_v2(
-        model, opt=RECIPE["optimizer"], lr=learning_rate, weight_decay=RECIPE["weight_decay"]
+        model, opt=recipe["optimizer"], lr=recipe["learning_rate"], weight_decay=recipe["weight_decay"]
     )
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        sched=RECIPE["schedule"],
+        sched=recipe["schedule"],
         num_epochs=epochs,
-        warmup_epochs=RECIPE["warmup_epochs"],
+        warmup_epochs=recipe["warmup_epochs"],
         step_on_epochs=False,
         updates_per_epoch=len(loader),
     )
     assert scheduler is not None  # it is for schedules that timm does not know
+    device = next(model.parameters()).device
     task.train()
     updates = 0
     for _ in range(epochs):
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = task(images, labels)["loss"]
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss = task(images.to(device), labels.to(device))["loss"]
             loss.backward()
             optimizer.step()
             updates += 1
@@ -112,11 +128,14 @@ def train(
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
+def accuracy(model: nn.Module, loader: Batches, amp: bool = False) -> float:
     """Share of images that a model labels right, in percent."""
     model.eval()
+    device = next(model.parameters()).device
     right = total = 0
     for images, labels in loader:
-        right += int((model(images).argmax(-1) == labels).sum())
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            logits = model(images.to(device))
+        right += int((logits.argmax(-1) == labels.to(device)).sum())
         total += len(labels)
     return 100 * right / total

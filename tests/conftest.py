@@ -1,5 +1,10 @@
+import os
 from collections.abc import Callable
 from typing import Any
+
+# in this process and those it starts: the models of the tests are too small for two threads, which on a busy machine
+# spin for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import timm

@@ -126,25 +126,55 @@ def test_report_measures_drift_and_flips_against_the_exact_flow():
 def test_figures_are_drawn(kind, tmp_path):
     model = build(kind, depth=2 if not kind else 1)
     for figure, panels in (
-        (analysis.kernel_atlas(model, 64), 2 * len(model.blocks)),
+        (analysis.kernel_atlas(model, 64), 2 * len(model.blocks) + len(model.blocks)),
+        (analysis.receptive_field(model, photos()), 2),
         (analysis.trajectory(model, photos()), 2),
     ):
-        assert len(figure.axes) == panels
+        assert len(figure.axes) == panels  # colour bars are axes too
         figure.savefig(tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
-def test_atlas_draws_what_the_mixer_computes():
-    model = build("", depth=1)
-    figure = analysis.kernel_atlas(model, 32)
-    drawn = torch.as_tensor(figure.axes[1].images[0].get_array())
-    mixer = model.blocks[0].mixer
-    impulse = torch.zeros(1, 4, 4, 2, 16)
-    impulse[0, 1, 3, 1] = 1.0
-    response = timm_ssog.separable_mix(impulse, *mixer.kernels(4, 4))[0, 2, 2, 1, 0]
-    assert float(drawn[1, 3]) == pytest.approx(float(response), rel=1e-5)
+def test_atlas_draws_the_centre_tokens_response_to_impulses():
+    model = build("", depth=2, num_components=3, img_size=(56, 40))
+    figure = analysis.kernel_atlas(model, (56, 40))
+    rows, columns = model.blocks[1].mixer.kernels(7, 5)
+    impulses = torch.eye(35).reshape(35, 7, 5, 1, 1).expand(-1, -1, -1, 2, 1)
+    response = timm_ssog.separable_mix(impulses, rows, columns)[:, 3, 2, :, 0].detach()
+    images = [axis.images[0] for axis in figure.axes if axis.images]
+    assert len(images) == 4
+    for head in range(2):
+        drawn = torch.as_tensor(images[2 + head].get_array())
+        torch.testing.assert_close(drawn, response[:, head].reshape(7, 5))
+        low, high = images[2 + head].get_clim()
+        assert low == -high < 0
     with pytest.raises(ValueError, match="this model has none"):
         analysis.kernel_atlas(build("", mixer="attention"), 32)
+
+
+def test_receptive_field_is_the_patch_where_nothing_mixes_and_the_jacobian_where_it_does():
+    drawn = analysis.receptive_field(build("", depth=1, mixer="identity"), photos()).axes[0].images[0].get_array()
+    outside = torch.ones(32, 32, dtype=torch.bool)
+    outside[16:24, 16:24] = False
+    drawn = torch.as_tensor(drawn)
+    assert bool((drawn[outside] == -6).all())
+    assert bool((drawn[~outside] > -3).all())
+
+    model = build("", depth=1)
+    images = photos(24)
+    drawn = torch.as_tensor(analysis.receptive_field(model, images).axes[0].images[0].get_array())
+
+    def centre(image: Tensor) -> Tensor:
+        return model._evolve(model._embed(image[None]), [], 1)[0][0, 2, 2]
+
+    squares = torch.stack([torch.func.jacrev(centre)(image).square().sum((0, 1)) for image in images])
+    effect = squares.mean(0).sqrt()
+    exact = (effect / effect.max()).log10().detach()
+    # a random projection of 24 images: within a factor of about 1.5
+    assert float((drawn - exact).abs().mean()) < 0.1
+    assert float((drawn - exact).abs().max()) < 0.5
+    with pytest.raises(ValueError, match="got none"):
+        analysis.receptive_field(model, images[:0])
 
 
 def test_modes_of_single_modules_survive_a_report():

@@ -19,6 +19,22 @@ SIZES = [(2, 3, 48, 40), (3, 3, 32, 32), (1, 3, 24, 72)]
 
 each_mixer = pytest.mark.parametrize("mixer", ["ssog", "attention"])
 
+MODELS: dict[str, dict[str, Any]] = {
+    "discrete": {"name": "vit_ssog_tiny", "depth": 1},
+    "twin": {"name": "vit_ssog_tiny", "depth": 1, "mixer": "attention"},
+    "looped": {
+        "name": "vit_ssog_tiny_looped",
+        "depth": 1,
+        "loops": 2,
+        "loop_norms": True,
+        "loop_embed": True,
+        "input_injection": "add",
+    },
+    "continuous": {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 4.0, "solver": "rk4", "solver_steps": 2},
+    "two pieces": {"name": "vit_ssog_tiny_ode", "depth": 2, "horizon": 4.0, "solver": "midpoint", "solver_steps": 2},
+}
+each_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+
 
 @pytest.fixture(autouse=True)
 def no_compiled_code() -> None:
@@ -79,16 +95,16 @@ def test_fx(build: Build, mixer: str) -> None:
         assert torch.equal(outputs["logits"], model(images))
 
 
-@each_mixer
-def test_compile_in_one_graph(build: Build, mixer: str) -> None:
-    model = build(mixer=mixer, depth=1)
+@each_model
+def test_compile_in_one_graph(build: Build, options: dict[str, Any]) -> None:
+    model = build(**options)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     assert_same_logits(compiled, model, SIZES[:2])
 
 
-@each_mixer
-def test_compiled_training_step(build: Build, mixer: str) -> None:
-    model = build(mixer=mixer, depth=1).train()
+@each_model
+def test_compiled_training_step(build: Build, options: dict[str, Any]) -> None:
+    model = build(**options).train()
     images = torch.randn(2, 3, 48, 40)
     expected = gradients(model, model, images)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -128,9 +144,9 @@ def any_size() -> tuple[dict[int, Any]]:
     return ({0: Dim("batch", max=64), 2: 8 * Dim("rows", max=64), 3: 8 * Dim("columns", max=64)},)
 
 
-@each_mixer
-def test_export_for_any_batch_height_and_width(build: Build, mixer: str, tmp_path: Path) -> None:
-    model = build(mixer=mixer, depth=1)
+@each_model
+def test_export_for_any_batch_height_and_width(build: Build, options: dict[str, Any], tmp_path: Path) -> None:
+    model = build(**options)
     # the grid of the position embedding itself: nothing of the example may be baked in
     program = torch.export.export(model, (torch.randn(2, 3, 32, 32),), dynamic_shapes=any_size())
     assert_same_logits(program.module(), model)
@@ -144,9 +160,9 @@ def test_export_for_any_batch_height_and_width(build: Build, mixer: str, tmp_pat
     assert_same_logits(torch.export.load(tmp_path / "model.pt2").module(), model)
 
 
-@each_mixer
-def test_onnx_for_any_batch_height_and_width(build: Build, mixer: str, tmp_path: Path) -> None:
-    model = build(mixer=mixer, depth=1)
+@each_model
+def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, Any], tmp_path: Path) -> None:
+    model = build(**options)
     path = str(tmp_path / "model.onnx")
     images = (torch.randn(2, 3, 48, 40),)
     torch.onnx.export(model, images, path, dynamo=True, dynamic_shapes=any_size(), verbose=False)

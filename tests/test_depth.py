@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import timm
 import torch
 import torchdiffeq
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import timm_ssog.layers
 from timm_ssog.depth import TABLEAUS
@@ -449,6 +451,24 @@ def test_a_pruned_last_block_counts_for_its_part_of_the_horizon_only():
     second = certificate.blocks[1].velocity_bound
     assert certificate.log10_growth == pytest.approx((6 * first + 2 * second) / math.log(10))
     assert [len(states) for states in timm_ssog.local_lipschitz(model, photos(1), iterations=1).values()] == [3, 1]
+
+
+def test_memory_of_an_adjoint_step_does_not_grow_with_its_steps(tmp_path):
+    images = photos()
+
+    def peak(steps, adjoint):
+        model = build("_ode", solver="euler", solver_steps=steps, adjoint=adjoint).train()
+        model(images).sum().backward()  # sets up the gradients
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model(images).sum().backward()
+        profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        totals = [event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"]
+        return max(totals) - totals[0]
+
+    few, some, many = (peak(steps, adjoint=True) for steps in (12, 48, 192))
+    assert max(some, many) < 1.1 * few
+    assert peak(48, adjoint=False) > 3 * peak(12, adjoint=False) > 3 * few
 
 
 @pytest.mark.parametrize("settings", [{"jitter": True, "adjoint": True}, {"drop_path_rate": 0.1, "adjoint": True}])

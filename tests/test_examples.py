@@ -7,12 +7,12 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 
@@ -76,7 +76,6 @@ def fake_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return {"setting": setting, "seed": seed, "accuracy": 50.0 + seed, "parameters": 1, "train_seconds": 1.0}
 
     monkeypatch.setattr(ablation, "run", run)
-    monkeypatch.setattr(ablation, "step_seconds", lambda: 0.0)
     monkeypatch.setattr(ablation, "weakest_gradients", lambda grid: {"offset": 1.0, "width": 1.0})
     return calls
 
@@ -103,10 +102,10 @@ def test_ablation_goes_on_where_it_was_interrupted(
     command = ["--quick", "--seeds", "2", "--only", "default", "1 component", "--output", str(output)]
     complete = ablation.run
 
-    def interrupted(*task: Any) -> dict[str, Any]:
+    def interrupted(*task: Any, **options: Any) -> dict[str, Any]:
         if len(fake_run) == 3:
             raise KeyboardInterrupt
-        return complete(*task)
+        return complete(*task, **options)
 
     monkeypatch.setattr(ablation, "run", interrupted)
     with pytest.raises(SystemExit, match="3 runs are in"):
@@ -168,21 +167,6 @@ def test_every_component_of_a_new_model_has_a_gradient():
     assert min(shares.values()) > 0.1
 
 
-def test_kernel_image_is_the_centre_tokens_response_to_impulses(build: Callable[..., timm_ssog.VitSsog]):
-    model = build(img_size=56, num_components=3)
-    figure = demo.draw_kernels(model, "title")
-    rows, columns = model.blocks[1].mixer.kernels(7, 7)  # type: ignore[operator,union-attr]
-    impulses = torch.eye(49).reshape(49, 7, 7, 1, 1).expand(-1, -1, -1, 2, 1)
-    response = timm_ssog.separable_mix(impulses, rows, columns)[:, 3, 3, :, 0].detach()
-    images = [axis.images[0] for axis in figure.axes if axis.images]
-    assert len(images) == 4
-    for head in range(2):
-        image = images[2 + head]
-        np.testing.assert_allclose(image.get_array(), response[:, head].reshape(7, 7), atol=1e-6)
-        low, high = image.get_clim()
-        assert low == -high < 0
-
-
 def test_demo_refuses_a_model_that_reloads_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reload = demo.reload
 
@@ -234,24 +218,33 @@ def test_demo_from_end_to_end(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     made = tmp_path / "made"
-    for name in ("kernels.png", "resolution.png"):
+    for name in ("kernels-discrete.png", "kernels-looped.png", "kernels-continuous.png", "resolution.png"):
         assert (made / name).read_bytes().startswith(b"\x89PNG")
         assert f"made/{name}" in result.stdout
-    for mixer in ("ssog", "attention"):
-        folder = made / f"{mixer}-discrete"
-        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-        assert json.loads((folder / "config.json").read_text())["architecture"] == "vit_ssog_tiny"
-        assert f"made/{mixer}-discrete" in result.stdout
-    assert "identical logits (torch.equal): ssog-discrete, attention-discrete." in result.stdout
+    models = {f"{mixer}-{depth}": depth for depth in demo.DEPTHS for mixer in ("ssog", "attention")}
+    for name, depth in models.items():
+        assert sorted(path.name for path in (made / name).iterdir()) == ["config.json", "model.safetensors"]
+        config = json.loads((made / name / "config.json").read_text())
+        assert config["architecture"] == demo.DEPTHS[depth]["name"]
+        assert f"made/{name}" in result.stdout
+    assert f"identical logits (torch.equal): {', '.join(models)}." in result.stdout
+    for label, mixer in (("SSoG", "ssog"), ("attention", "attention")):
+        (line,) = re.findall(rf"^{label} +(.*,.* s)$", result.stdout, re.MULTILINE)
+        cells = re.findall(r"([\d.]+) %, ([\d,]+), \d+ s", line)
+        assert len(cells) == 3
+        for depth, (top1, parameters) in zip(demo.DEPTHS, cells, strict=True):
+            assert float(top1) == pytest.approx(percent_right(made / f"{mixer}-{depth}", 32))
+            tensors = safetensors.torch.load_file(made / f"{mixer}-{depth}" / "model.safetensors")
+            weights = [tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()]
+            assert int(parameters.replace(",", "")) == sum(weights)
 
     def printed(label: str) -> list[float]:
         (line,) = re.findall(rf"^{label} +((?:[\d.]+ % *)+)$", result.stdout, re.MULTILINE)
         return [float(number) for number in re.findall(r"[\d.]+", line)]
 
-    assert printed("SSoG, kernels relative to the image")[0] == printed("SSoG")[0]
-    assert printed("SSoG, kernels relative to the image")[2] == percent_right(made / "ssog-discrete", 64)
+    assert printed("SSoG, kernels relative to the image")[0] == pytest.approx(percent_right(made / "ssog-discrete", 32))
+    assert printed("SSoG, kernels relative to the image")[2] == pytest.approx(percent_right(made / "ssog-discrete", 64))
     cells = percent_right(made / "ssog-discrete", 48, kernel_coords="cells")
-    assert printed("SSoG, kernels in cells")[1] == cells
-    # two rows are named attention: the accuracy alone, and that of every size
-    assert f"{percent_right(made / 'attention-discrete', 32):.1f} %" in result.stdout
+    assert printed("SSoG, kernels in cells")[1] == pytest.approx(cells)
+    assert printed("attention")[0] == pytest.approx(percent_right(made / "attention-discrete", 32))
     assert not re.search(r"warning", result.stdout + result.stderr, re.IGNORECASE)

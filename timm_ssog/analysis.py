@@ -179,41 +179,74 @@ def _distance(logits: Tensor, reference: Tensor) -> tuple[float, float]:
 
 @torch.no_grad()
 def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
-    """Draw what the centre token of each block (rows) and head (columns) sees, signed, each panel on its own scale.
+    """Draw, for each block (rows) and head (columns), the weights with which the centre token looks at all tokens.
 
     Args:
         model: A model with SSoG mixers.
         image_size: Image size that the kernels are built for.
 
     Returns:
-        A matplotlib figure.
+        A matplotlib figure; every block has its own colour scale, symmetric about 0.
 
     Raises:
         ValueError: if the model has no SSoG mixer.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     height, width = model.patch_embed.dynamic_feat_size(size)
-    mixers = [(name, module) for name, module in model.named_modules() if isinstance(module, SeparableMixer)]
+    mixers = [module for module in model.modules() if isinstance(module, SeparableMixer)]
     if not mixers:
         raise ValueError("kernel_atlas draws SSoG kernels, and this model has none; its mixer is another one.")
-    heads = mixers[0][1].num_heads
-    figure, axes = _panels(len(mixers), heads)
-    centre = (height // 2) * width + width // 2
-    for row, (name, mixer) in enumerate(mixers):
-        seen = dense_operator(*mixer.kernels(height, width))[:, centre].reshape(heads, height, width)
-        for head in range(heads):
-            axis, scale = axes[row][head], float(seen[head].abs().max()) or 1.0
-            axis.imshow(seen[head].cpu(), cmap="RdBu_r", vmin=-scale, vmax=scale)
-            axis.plot(width // 2, height // 2, marker="+", color="black", markersize=4)
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if row == 0:
-                axis.set_title(f"head {head}", fontsize=8)
+    heads = mixers[0].num_heads
+    row, column = height // 2, width // 2
+    figure, axes = _panels(len(mixers), heads, size=1.7)
+    for block, mixer in enumerate(mixers):
+        operator = dense_operator(*mixer.kernels(height, width))
+        seen = operator[:, row * width + column].reshape(heads, height, width).cpu()
+        scale = float(seen.abs().max()) or 1.0
+        for head, axis in enumerate(axes[block]):
+            image = axis.imshow(seen[head].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale)
+            axis.plot(column, row, marker="+", color="black", markersize=6)
+            axis.set(xticks=[], yticks=[])
+            if block == 0:
+                axis.set_title(f"head {head + 1}", fontsize=9)
             if head == 0:
-                axis.set_ylabel(name.removesuffix(".mixer"), fontsize=8)
-    figure.suptitle(
-        f"What the centre token (+) sees on a {height} x {width} grid: red adds, blue subtracts", fontsize=9
-    )
+                axis.set_ylabel(f"block {block + 1}", fontsize=9)
+        figure.colorbar(image, ax=list(axes[block]), pad=0.02, aspect=12).ax.tick_params(labelsize=7)
+    figure.suptitle(f"What the centre token (+) sees on a {height} x {width} grid: red adds, blue subtracts", fontsize=10)
+    return figure
+
+
+def receptive_field(model: VitSsog, images: Tensor) -> Figure:
+    """Draw how much each pixel moves the centre token behind the last block, on average over images.
+
+    The effective receptive field of Luo et al. (arXiv 1701.04128), as the root mean square over images and channels of
+    the Jacobian of the token by the pixels; a random sign per channel of the token stands for the sum over them.
+
+    Args:
+        model: Any of this package's models.
+        images: (batch, in_chans, height, width).
+
+    Returns:
+        A matplotlib figure, logarithmic, relative to the pixel of largest effect.
+
+    Raises:
+        ValueError: if there is no image.
+    """
+    if not len(images):
+        raise ValueError("receptive_field averages over images, and got none.")
+    with _evaluating(model), torch.enable_grad():
+        pixels = images.detach().clone().requires_grad_()
+        end, _ = model._evolve(model._embed(pixels), [], model.num_steps)
+        _, height, width, channels = end.shape
+        signs = torch.randint(2, (len(images), channels), generator=torch.Generator().manual_seed(0)) * 2 - 1
+        token = end[:, height // 2, width // 2]
+        (gradient,) = torch.autograd.grad((token * signs.to(token)).sum(), pixels)
+    effect = gradient.float().square().mean((0, 1)).sqrt().cpu()
+    relative = effect / effect.max().clamp_min(torch.finfo(torch.float32).tiny)
+    figure, axes = _panels(1, 1, size=4.0)
+    image = axes[0][0].imshow(relative.clamp_min(1e-6).log10().numpy(), cmap="magma", vmin=-4, vmax=0)
+    axes[0][0].set(xticks=[], yticks=[])
+    figure.colorbar(image, ax=axes[0][0], label="effect on the centre token, log10 of the largest")
     return figure
 
 

@@ -1,0 +1,127 @@
+"""Runs of an experiment over settings and seeds, in one results file that a second call goes on with."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from tqdm import tqdm
+
+Task = tuple[str, int]
+"""A setting and a seed."""
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and date, for the record of a run."""
+    return {
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "timm": timm.__version__},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def results_of(path: Path, recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs recorded in a results file, none if there is no such file.
+
+    Raises:
+        SystemExit: if the file is no results file, or its runs followed another recipe.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        found, runs = content["recipe"], content["runs"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} holds no results of this script ({error!r}): name another --output.") from error
+    if found != recipe:
+        changed = ", ".join(key for key in {**found, **recipe} if found.get(key) != recipe.get(key))
+        raise SystemExit(f"The runs in {path} followed another recipe ({changed}): delete it or name another --output.")
+    return runs
+
+
+def write_results(path: Path, recipe: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    """Write all runs at once, so that an interruption leaves either the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def records(run: Callable[[str, int], dict[str, Any]], tasks: list[Task], jobs: int) -> Iterator[dict[str, Any]]:
+    """Run all tasks and yield each record when it is there, from several processes if ``jobs`` > 1."""
+    if jobs == 1:
+        for task in tasks:
+            yield run(*task)
+        return
+    # spawned, as torch's threads do not survive a fork; Ctrl-C ends the workers without a word
+    quiet = (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=signal.signal, initargs=quiet) as pool:
+        futures = [pool.submit(run, *task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_all(
+    output: Path,
+    recipe: dict[str, Any],
+    settings: list[str],
+    seeds: int,
+    run: Callable[[str, int], dict[str, Any]],
+    jobs: int = 1,
+) -> list[dict[str, Any]]:
+    """Run every setting with every seed, but for those already in the results file, and record each there.
+
+    Args:
+        output: The results file.
+        recipe: What all runs share; runs that followed another one are not mixed in.
+        settings: Names that ``run`` understands.
+        seeds: How many, counted from 0.
+        run: Maps a setting and a seed to a record with ``setting``, ``seed`` and ``accuracy``; importable, for it
+            may run in other processes.
+        jobs: Processes, one thread each.
+
+    Returns:
+        All records of the file.
+
+    Raises:
+        SystemExit: if the file does not fit, or on an interruption.
+    """
+    runs = results_of(output, recipe)
+    done = {(record["setting"], record["seed"]) for record in runs}
+    # seeds outermost: what is interrupted has fewer seeds, not fewer settings
+    wanted = [(setting, seed) for seed in range(seeds) for setting in settings]
+    tasks = [task for task in wanted if task not in done]
+    try:
+        with tqdm(total=len(wanted), initial=len(wanted) - len(tasks), unit="run", smoothing=0) as bar:
+            for record in records(run, tasks, jobs):
+                runs.append(record)
+                write_results(output, recipe, runs)
+                bar.set_postfix_str(f"{record['setting']}, seed {record['seed']}: {record['accuracy']:.1f} %")
+                bar.update()
+    except KeyboardInterrupt:
+        raise SystemExit(
+            f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
+        ) from None
+    return runs
+
+
+def mean_spread(values: list[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; the latter is nan for a single value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+def decimal(value: float, digits: int = 1) -> str:
+    """So many decimals, and a dash for nan."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
