@@ -814,7 +814,9 @@ class OdeVitSsog(VitSsog):
             slack = 1e-6 * self.step_size
             if last <= start + slack:
                 break
-            ends = [step for step in range(stop) if start + slack < (step + 1) * self.step_size < last - slack]
+            # an adaptive solve lands on all times, so that taps don't change it; a fixed grid needs none but the taps
+            wanted = taps if self.is_fixed_step else range(stop)
+            ends = [step for step in wanted if start + slack < (step + 1) * self.step_size < last - slack]
             times = [start, *((step + 1) * self.step_size for step in ends), last]
             kernels = block.mixer.kernels(height, width)
             solved, trace = self._solve_block(block, state, kernels, times, dtype)  # type: ignore[arg-type]
@@ -969,7 +971,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VitSsog) -> dict[str
     """
     state_dict = state_dict.get("model", state_dict)
     state_dict = state_dict.get("state_dict", state_dict)
-    check_digests(state_dict, model.pretrained_cfg, getattr(model, "pretrained_model_args", {}))
+    config: Any = getattr(model, "pretrained_cfg", {})
+    check_digests(state_dict, config, getattr(model, "pretrained_model_args", {}))
     out = {}
     for name, tensor in state_dict.items():
         if name == "patch_embed.proj.weight" and tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
@@ -999,7 +1002,7 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
 
 
 # A published checkpoint is one more row: `python -m timm_ssog push` prints it, with the commit it verified and the
-# digest of its weights. timm offers a row's weights wherever it lists pretrained models: none may name what isn't there.
+# digest of its weights. timm offers a row's weights wherever it lists pretrained models, so each must be there.
 default_cfgs = generate_default_cfgs(
     {
         "vit_ssog_tiny.untrained": _cfg(),
