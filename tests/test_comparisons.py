@@ -61,19 +61,8 @@ def test_matched_comparison_on_a_dataset_of_timms(tmp_path: Path):
             Image.fromarray(np.repeat(image[..., None], 3, -1)).save(folder / f"{index}.png")
     output = tmp_path / "results.json"
     command = ["--dataset", "folder", "--data-dir", str(tmp_path / "data"), "--num-classes", "10", "--workers", "0"]
-    command += [
-        "--img-size",
-        "32",
-        "--epochs",
-        "1",
-        "--seeds",
-        "1",
-        "--output",
-        str(output),
-        "--batch-size",
-        "10",
-        "--amp",
-    ]
+    command += ["--img-size", "32", "--epochs", "1", "--seeds", "1", "--amp", "--output", str(output)]
+    command += ["--batch-size", "10"]
     matched.main([*command, "--only", "continuous, tiny, SSoG"])
     content = json.loads(output.read_text())
     (run,) = content["runs"]
