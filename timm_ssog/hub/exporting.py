@@ -83,12 +83,12 @@ def export(
     facts = {key: value for key, value in facts.items() if key not in ("repo_id", "revision")}  # as of the last push
 
     on_progress(f"building {run.options['model']}, epoch {weights.epoch} of {weights.file}")
-    model = build_trained(run, weights)
+    model, arguments = build_trained(run, weights)
     check_about(facts, model.num_classes)
     model.to(DTYPES[dtype])
     with _replacing(out) as folder:
         on_progress(f"writing {WEIGHTS} and config.json")
-        config = _write_model(folder, model, run, facts)
+        config = _write_model(folder, model, arguments, run, facts)
         on_progress("loading them again, to compare")
         model.float()
         _require_same_when_loaded(folder, model)
@@ -113,10 +113,13 @@ def export(
     return Path(out_dir)
 
 
-def build_trained(run: TrainRun, weights: TrainedWeights) -> VitSsog:
+def build_trained(run: TrainRun, weights: TrainedWeights) -> tuple[VitSsog, dict[str, Any]]:
     """Build the model of a run as train.py did, with its weights, in eval mode.
 
     Channels, classes and the grid are read off the weights, as releases of train.py derive them differently.
+
+    Returns:
+        The model, and the arguments that build it.
 
     Raises:
         ValueError: if it is none of this package's models, or the weights are of another.
@@ -150,18 +153,20 @@ def build_trained(run: TrainRun, weights: TrainedWeights) -> VitSsog:
             f"{run.folder / weights.file} does not fit the model that args.yaml describes ({name} with "
             f"{arguments}): {error}"
         ) from error
-    model._model_args = {**getattr(model, "_model_args", {}), **arguments}
-    return model.eval()
+    # of a run that started from a published model, timm knows the arguments that were published
+    return model.eval(), {**getattr(model, "_model_args", {}), **arguments}
 
 
-def _write_model(folder: Path, model: VitSsog, run: TrainRun, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _write_model(
+    folder: Path, model: Any, arguments: dict[str, Any], run: TrainRun, facts: Mapping[str, Any]
+) -> dict[str, Any]:
     data_config = resolve_data_config({**run.options, "in_chans": model.in_chans}, model=model)
     data_config["input_size"] = (model.in_chans, *data_config["input_size"][1:])
     for key in ("mean", "std"):  # of the default, three channels
         if len(data_config[key]) not in (1, model.in_chans):
             data_config[key] = (sum(data_config[key]) / len(data_config[key]),) * model.in_chans
     model.pretrained_cfg.update(data_config)
-    save_for_hf(model, str(folder), model_args=dict(model._model_args), safe_serialization=True)
+    save_for_hf(model, str(folder), model_args=arguments, safe_serialization=True)
     (folder / WEIGHTS).chmod(0o666 & ~_umask())  # safetensors makes its files private
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

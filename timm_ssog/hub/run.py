@@ -188,6 +188,6 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path} is refused: it is cut off, or holds more than tensors and options, which could be code. "
             f"{str(error).splitlines()[0]}"
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, OSError, EOFError) as error:
         raise ValueError(f"{path} can't be read, it is cut off or no checkpoint: {error}") from error
     return content if isinstance(content, dict) else {}
