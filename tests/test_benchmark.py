@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 
 from timm_ssog.ops import eager
@@ -16,7 +17,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
 benchmark: Any = importlib.import_module("benchmark")
+bench_memory: Any = importlib.import_module("bench_memory")
+bench_report: Any = importlib.import_module("bench_report")
+bench_speed: Any = importlib.import_module("bench_speed")
+readme_tables: Any = importlib.import_module("readme_tables")
 mixing_cost: Any = importlib.import_module("mixing_cost")
 
 
@@ -27,54 +33,256 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+QUICK = ["--quick", "--sizes", "tiny", "--img-sizes", "32"]
+
+
+def timed(size: str, img_size: int, ms: dict[str, list[float]], **changes: Any) -> dict[str, Any]:
+    """A record of times as benchmark.py writes it."""
+    cell = {"measure": "inference", "size": size, "setting": "discrete", "img_size": img_size, "batch": 2}
+    return {**cell, "ms": ms, "date": "2026-01-01T00:00:00+00:00", **changes}
+
+
 def test_benchmark_from_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "results" / "benchmark.json"
-    printed = run_example("benchmark.py", "--quick", "--img-sizes", "32", "--output", str(output))
-    results = json.loads(output.read_text())
+    arguments = [*QUICK, "--settings", "discrete", "ode", "--output", str(output)]
+    printed = run_example("benchmark.py", *arguments, "--models", "ssog", "twin", "--measures", "inference", "training")
     assert output.with_suffix(".md").read_text() == printed
+    benchmark.main([*arguments, "--measures", "mixing", "cost", "--models", *benchmark.MODELS])
+    results = json.loads(output.read_text())
     assert not list(output.parent.glob("*.part"))
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
-    assert set(results["machine"]) == {"date", "versions", "cpu", "device", "threads"}
-    assert results["machine"]["versions"]["torch"] == torch.__version__
-    assert results["machine"]["threads"] == 1
+    where = results["recipe"]
+    assert where["versions"]["torch"] == torch.__version__
+    assert (where["threads"], where["device"], where["precision"]) == (1, "cpu", "float32")
+    found = {(record["measure"], record["setting"]): record for record in results["runs"]}
+    measures = ("inference", "training", "cost")
+    expected = {(measure, setting) for measure in measures for setting in ("discrete", "ode")}
+    assert set(found) == expected | {("mixing", "discrete")}
+    assert len(results["runs"]) == len(found)
+    for (measure, setting), record in found.items():
+        assert (record["size"], record["img_size"], record["batch"]) == ("tiny", 32, 49)
+        if measure == "cost":
+            assert set(record["counts"]) == set(bench_speed.models_of(setting))
+        else:
+            assert set(record["ms"]) == ({"ssog", "twin", "unfused"} if measure == "mixing" else {"ssog", "twin"})
+            assert all(len(times) == bench_speed.LEAST_TURNS for times in record["ms"].values())
+            assert all(time > 0 for times in record["ms"].values() for time in times)
 
-    inference = {record["model"]: record for record in results["inference"]}
-    assert list(inference) == list(benchmark.MODELS)
-    for record in inference.values():
-        assert (record["size"], record["img_size"], record["batch"]) == ("tiny", 32, 2)
-        assert record["ms"] > 0
-        assert record["turns"] >= benchmark.LEAST_TURNS
-    assert inference["ceiling"]["to_ceiling"] == inference["twin"]["to_twin"] == 1
-    assert inference["ceiling"]["parameters"] < inference["SSoG"]["parameters"] < inference["twin"]["parameters"]
 
-    training = {record["model"]: record for record in results["training"]}
-    assert list(training) == list(benchmark.TRAINED)
-    for name, record in training.items():
-        parameters = inference[name]["parameters"]
+def test_memory_figures_are_those_of_the_parts() -> None:
+    common: dict[str, Any] = {"size": "tiny", "setting": "looped", "img_size": 32, "batch": 2}
+    for model in ("ssog", "twin"):
+        parameters = 4 * bench_speed.count(model, "tiny", "looped", 32)["parameters"]
+        how = {**common, "model": model, "device": "cpu", "bf16": False}
+        inference, training = (bench_memory.measure(**how, training=training) for training in (False, True))
+        assert parameters < inference["standing"] < 1.2 * parameters
+        assert inference["peak"] > inference["standing"]
+        assert inference["saved"] is None
         # weights and two moments between the steps; at the peak gradients, too, or what forward saved
-        assert 3 * 4 * parameters <= record["standing"] < 3.2 * 4 * parameters
-        assert record["peak"] > record["standing"] + max(record["saved"], 4 * parameters)
-        assert record["saved"] > 0
-        if sys.platform == "linux":
-            assert record["process_peak"] is None or record["process_peak"] > record["peak"]
-    assert results["targets"] == [], "targets are for the small model"
+        assert 3 * parameters <= training["standing"] < 3.2 * parameters
+        assert training["saved"] > 0
+        assert training["peak"] > training["standing"] + max(training["saved"], parameters)
+        for figures in (inference, training):
+            assert figures["process_peak"] is None or figures["process_peak"] > figures["peak"]
+
+
+def test_a_memory_figure_comes_from_a_process_of_its_own(tmp_path: Path) -> None:
+    output = tmp_path / "memory.json"
+    benchmark.main([*QUICK, "--models", "ssog", "--measures", "inference memory", "--output", str(output)])
+    (record,) = json.loads(output.read_text())["runs"]
+    weights = 4 * bench_speed.count("ssog", "tiny", "discrete", 32)["parameters"]
+    figures = record["bytes"]["ssog"]
+    assert figures["peak"] > figures["standing"] > weights
+    if sys.platform == "linux" and figures["process_peak"] is not None:
+        assert figures["process_peak"] < bench_memory.process_peak_bytes(), "this one has done more"
+
+
+def test_unfused_attention_holds_its_scores() -> None:
+    common: dict[str, Any] = {"size": "tiny", "setting": "looped", "img_size": 320, "batch": 1, "training": False}
+    peaks = {}
+    for model in ("ssog", "twin", "unfused"):
+        figures = bench_memory.measure(model=model, device="cpu", bf16=False, **common)
+        assert figures is not None
+        peaks[model] = figures["peak"]
+    scores = bench_speed.score_bytes("tiny", 320, 1, training=False)
+    assert scores == 2 * 4 * 3 * 400**2
+    assert peaks["unfused"] > peaks["twin"] + scores / 2
+    assert peaks["ssog"] < peaks["unfused"] - scores / 2
+
+
+def test_unfused_attention_is_left_out_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bench_speed, bench_memory):
+        monkeypatch.setattr(module, "free_bytes", lambda device: 100)
+    device = torch.device("cpu")
+    models = ("ssog", "unfused")
+    how = (device, False, bench_speed.wall_clock, 0.0, lambda share: None)
+    assert set(bench_speed.measure_models("tiny", "ode", 32, 1, False, models, *how)) == {"ssog"}
+    assert set(bench_speed.measure_mixing("tiny", 32, 1, models, *how)) == {"ssog"}
+    task = {"model": "unfused", "size": "tiny", "img_size": 32, "batch": 1, "training": True, "device": "cpu"}
+    assert bench_memory.measure_apart(task) is None
+
+
+def test_models_are_what_they_are_called() -> None:
+    twin, unfused = (bench_speed.create(model, "tiny", "looped").eval() for model in ("twin", "unfused"))
+    assert twin.blocks[0].mixer.fused_attn  # type: ignore[index]
+    assert not unfused.blocks[0].mixer.fused_attn  # type: ignore[index]
+    assert bench_speed.create("twin", "tiny", "ode", "meta").blocks[0].mixer.fused_attn, "the switch is turned back"  # type: ignore[index]
+    unfused.load_state_dict(twin.state_dict())
+    images = torch.randn(1, 3, 48, 32)
+    torch.testing.assert_close(unfused(images), twin(images), rtol=1e-4, atol=1e-5)
+    assert type(bench_speed.create("timm", "tiny", "discrete", "meta")).__name__ == "VisionTransformer"
+    assert bench_speed.models_of("ode", ("ssog", "timm")) == ("ssog",)
+
+
+def test_counts_are_those_of_the_definition() -> None:
+    dim, side, blocks = 192, 16, 12  # a grid on which the operator is not written out
+    tokens = side**2
+    counts = {
+        model: bench_speed.count(model, "tiny", setting, 16 * side)
+        for model, setting in (("ceiling", "discrete"), ("ssog", "ode"), ("twin", "looped"), ("unfused", "looped"))
+    }
+    linear = tokens * blocks * 2 * (2 + 8) * dim**2 + tokens * 2 * 768 * dim + 2 * dim * 1000
+    assert counts["ceiling"]["flops"] == linear
+    # 4 components; attention has two projections more, and two products
+    assert counts["ssog"]["flops"] == linear + blocks * 2 * 4 * tokens * (side + side) * dim
+    assert counts["twin"]["flops"] == linear + blocks * tokens * (2 * 2 * dim**2 + 2 * 2 * tokens * dim)
+    assert counts["twin"] == counts["unfused"]
+    assert counts["ssog"]["parameters"] < counts["twin"]["parameters"] < counts["ceiling"]["parameters"]
+
+
+def test_calls_take_turns_and_what_runs_out_of_memory_drops_out() -> None:
+    log: list[str] = []
+    now = iter(range(1000))
+
+    def huge() -> None:
+        if log.count("b") == 2:
+            raise torch.OutOfMemoryError
+        log.append("huge")
+
+    calls = {"a": lambda: log.append("a"), "huge": huge, "b": lambda: log.append("b")}
+    shares: list[float] = []
+    times = bench_speed.take_turns(calls, torch.device("cpu"), lambda: next(now), 9.0, shares.append)
+    # three seconds for the first turn, so three turns in all, the first among them
+    assert times == {"a": [1000.0] * 3, "b": [1000.0] * 3}
+    assert log == ["a", "huge", "b", "a", "huge", "b", "a", "b"]
+    assert sum(shares) == pytest.approx(1)
+
+    log.clear()
+    times = bench_speed.take_turns({"b": calls["b"]}, torch.device("cpu"), lambda: next(now), 7.0, shares.append)
+    assert len(times["b"]) == 7, "as many turns as there is time for"
+    assert len(log) == 8, "and one before them that does not count"
+
+
+def test_an_interrupted_benchmark_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Any] = []
+
+    def measure(cell: Any, options: Any, advance: Any) -> dict[str, Any]:
+        if len(measured) == 2:
+            measured.append(None)
+            raise KeyboardInterrupt
+        measured.append(cell)
+        return timed(cell.size, cell.img_size, {"ssog": [1.0], "twin": [2.0]}, setting=cell.setting)
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    output = tmp_path / "benchmark.json"
+    arguments = ["--sizes", "tiny", "small", "--settings", "discrete", "ode", "--img-sizes", "224"]
+    arguments += ["--measures", "inference", "--output", str(output)]
+    with pytest.raises(SystemExit, match=r"2 cells are in .*goes on"):
+        benchmark.main(arguments)
+    benchmark.main(arguments)
+    cells = [(record["size"], record["setting"]) for record in json.loads(output.read_text())["runs"]]
+    assert cells == [("tiny", "discrete"), ("tiny", "ode"), ("small", "discrete"), ("small", "ode")]
+    assert len(measured) == 5
+    benchmark.main(arguments)
+    assert len(measured) == 5, "all there: only the tables are written"
+    assert "2.00x" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"another recipe \(threads, clock\)"):
+        benchmark.main([*arguments, "--threads", "2"])
+
+
+def test_ratios_are_medians_within_a_turn() -> None:
+    record = timed("tiny", 224, {"ssog": [1.0, 10.0, 2.0], "twin": [3.0, 20.0, 5.0]})
+    assert bench_report.speed_up(record, "twin") == 2.5
+    assert bench_report.throughput(record, "ssog") == 1000.0
+    assert bench_report.speed_up(record, "ceiling") is None
+    assert bench_report.throughput(record, "ceiling") is None
+
+
+def test_growth_is_the_exponent_of_the_tokens() -> None:
+    records = [
+        timed("base", px, {"ssog": [3e-4 * tokens**1.5], "twin": [tokens**2.0]}, measure="mixing", batch=1)
+        for px, tokens in ((224, 196), (512, 1024), (1024, 4096))
+    ]
+    assert bench_report.growth(records, "base", "ssog") == pytest.approx(1.5)
+    assert bench_report.growth(records, "base", "twin") == pytest.approx(2.0)
+    assert bench_report.growth(records, "base", "unfused") is None
+    assert bench_report.growth(records[:2], "base", "ssog") is None, "two points are no fit"
+    assert "| base | 1.50 | 2.00 | - |" in bench_report.tables(records)["growth"]
 
 
 def test_targets_are_judged() -> None:
-    ours = {"model": "SSoG", "size": "small", "to_ceiling": 0.9, "to_twin": 2.0}
-    inference = [{**ours, "img_size": size, "batch": benchmark.batch_size(size)} for size in (224, 1024)]
-    training = [
-        {"model": name, "size": "small", "img_size": 224, "peak": peak, "process_peak": None}
-        for name, peak in (("SSoG", 3), ("twin", 2))
+    def taken(peak: int, process_peak: int | None) -> dict[str, Any]:
+        return {"standing": 1, "peak": peak, "saved": None, "process_peak": process_peak}
+
+    memory = {"ssog": taken(30, 90), "twin": taken(40, 80), "unfused": taken(100, None)}
+    records = [
+        timed("tiny", 1024, {"ssog": [1.0], "twin": [3.4], "ceiling": [0.89]}),
+        timed("base", 1024, {"ssog": [1.0], "twin": [2.2], "ceiling": [0.87]}),
+        timed("small", 224, {"ssog": [1.0], "ceiling": [0.79]}, measure="training"),
+        {**timed("small", 1024, {}), "measure": "inference memory", "setting": "ode", "bytes": memory},
     ]
-    verdicts = benchmark.judge({"inference": inference, "training": training})
-    met = {(verdict["img_size"], verdict["ratio"]): verdict["met"] for verdict in verdicts}
+    verdicts = {(verdict["target"], verdict["where"]): verdict for verdict in bench_report.judge(records)}
+    met = {f"{target} {verdict['bound']} {where}": verdict["met"] for (target, where), verdict in verdicts.items()}
     assert met == {
-        (224, "to_ceiling"): True,
-        (1024, "to_ceiling"): True,
-        (1024, "to_twin"): False,
-        (224, "training peak"): False,
+        "inference at 1024 px: throughput to ceiling, ≥ 0.88 tiny, discrete": True,
+        "inference at 1024 px: throughput to ceiling, ≥ 0.88 base, discrete": False,
+        "training at 224 px: throughput to ceiling, ≥ 0.8 small, discrete": False,
+        "inference at 1024 px: throughput to twin, ≥ 3.5 tiny, discrete": False,
+        "inference at 1024 px: throughput to twin, ≥ 2.1 base, discrete": True,
+        "peak memory at 1024 px, tensors: to twin, ≤ 1.0 small, ode": True,
+        "peak memory at 1024 px, whole process: to twin, ≤ 1.0 small, ode": False,
+        "peak memory at 1024 px, tensors: to twin, unfused, ≤ 0.4 small, ode": True,
     }
+    table = bench_report.tables(records)["targets"]
+    assert "throughput to ceiling, ≥ | 0.88 | 0.87 to 0.89 | 1 of 2 | base, discrete (0.870) |" in table
+    assert bench_report.tables([]) == {}
+
+
+def test_tables_say_what_was_not_measured_and_what_does_not_fit() -> None:
+    figures = {"standing": 1, "peak": 3 << 20, "saved": None, "process_peak": 5 << 20}
+    record = timed("base", 1024, {}, measure="training memory")
+    record["bytes"] = {"ssog": figures, "unfused": None}
+    table = bench_report.tables([record])["training memory"]
+    assert table.splitlines()[-1] == "| base, discrete | 1024 | 2 | 3 (5) | - | does not fit | - | - | - | - |"
+    record = timed("base", 1024, {"ssog": [4.0, 4.0]})
+    table = bench_report.tables([record])["inference"]
+    assert table.splitlines()[-1] == "| base, discrete | 1024 | 2 | 500.00 | - | - | - | - | 2 |"
+
+
+def test_summary_leaves_out_the_sizes_in_between() -> None:
+    records = [timed("base", px, {"ssog": [4.0]}) for px in (224, 384, 1024)]
+    assert "| 384 |" in bench_report.tables(records)["inference"]
+    summary = bench_report.summary(records)["inference"]
+    assert "| 384 |" not in summary
+    assert "| 224 |" in summary
+    assert "| 1024 |" in summary
+
+
+def test_readme_regions_are_filled() -> None:
+    text = "before\n<!-- table: a -->\nold\n<!-- end of table -->\nafter <!-- not one -->\n"
+    filled = readme_tables.fill(text, {"a": "| \\1 |"})
+    assert filled == "before\n<!-- table: a -->\n\n| \\1 |\n\n<!-- end of table -->\nafter <!-- not one -->\n"
+    assert readme_tables.fill(filled, {"a": "| \\1 |"}) == filled
+    for contents, named in (({"a": "", "b": ""}, "'b' needs one region"), ({}, "No results for the table 'a'")):
+        with pytest.raises(SystemExit, match=named):
+            readme_tables.fill(text, contents)
+    with pytest.raises(SystemExit, match="2 tables begin"):
+        readme_tables.fill(text + "<!-- table: a -->\n", {"a": ""})
+    with pytest.raises(SystemExit, match="'a' needs one region"):
+        readme_tables.fill(text + text, {"a": ""})
 
 
 def test_saved_bytes_count_every_storage_once() -> None:
@@ -82,14 +290,45 @@ def test_saved_bytes_count_every_storage_once() -> None:
     images, labels = torch.randn(4, 3, 2, 2), torch.zeros(4, dtype=torch.int64)
     # tanh keeps its output, the loss its log-softmax, the labels and the weight of all of them; the images are not ours
     log_softmax, output, total_weight = 4 * 5 * 4, 4 * 5 * 4, 4
-    assert benchmark.saved_bytes(network, images, labels) == log_softmax + output + labels.nbytes + total_weight
+    assert bench_memory.saved_bytes(network, images, labels) == log_softmax + output + labels.nbytes + total_weight
 
 
 def test_batches_hold_the_pixels_of_four_images_of_224() -> None:
     assert [benchmark.batch_size(size) for size in (112, 224, 512, 1024)] == [16, 4, 1, 1]
 
 
-@pytest.mark.parametrize("arguments", [["--img-sizes", "100"], ["--threads", "0"], ["--models", "huge"]])
+def test_a_gpu_starts_from_a_larger_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert benchmark.arguments(["--device", "cuda"]).batch_size == 128
+    assert benchmark.arguments([]).batch_size == 4
+
+
+def test_bfloat16_is_what_the_models_compute_in() -> None:
+    seen = []
+    network: Any = timm.create_model("vit_ssog_tiny", embed_dim=24, depth=1, num_heads=1)
+    network.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    before = network.head.weight.detach().clone()
+    bench_speed.training_step(network, bf16=True)(torch.randn(1, 3, 32, 32), torch.zeros(1, dtype=torch.int64))
+    assert seen == [torch.bfloat16]
+    assert network.head.weight.dtype == torch.float32
+    assert not torch.equal(before, network.head.weight)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--img-sizes", "100"],
+        ["--threads", "0"],
+        ["--sizes", "huge"],
+        ["--batch-size", "0"],
+        ["--seconds", "-1"],
+        ["--seconds", "nan"],
+        ["--device", "cuda:99"],
+        ["--device", "abacus"],
+        ["--device", "meta"],
+        ["--measures", "beauty"],
+    ],
+)
 def test_benchmark_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as failure:
         benchmark.main(arguments)

@@ -1,0 +1,72 @@
+"""Puts the tables of the results into the README, between comments that name them.
+
+A table called ``speed`` goes between the lines ``<!-- table: speed -->`` and ``<!-- end of table -->``; what stands
+there is replaced. ``--check`` changes nothing and fails where the README differs.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import bench_report
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = Path(__file__).parent / "results"
+
+REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
+
+
+def tables() -> dict[str, str]:
+    """All tables there are results for, by the name that the README calls them."""
+    benchmark = json.loads((RESULTS / "benchmark.json").read_text())
+    found = bench_report.summary(benchmark["runs"])
+    found["setup"] = bench_report.setup(benchmark["recipe"], benchmark["runs"])
+    return {f"benchmark {name}": text for name, text in found.items()}
+
+
+def fill(text: str, contents: dict[str, str]) -> str:
+    """Replace what stands in the regions of a text.
+
+    Args:
+        text: With regions that name a table.
+        contents: The tables by name.
+
+    Returns:
+        The text with all regions filled.
+
+    Raises:
+        SystemExit: if a region names no table, a table has no region or two, or a region does not end.
+    """
+    names = [name for name, _ in REGION.findall(text)]
+    if (begun := text.count("<!-- table: ")) != len(names):
+        raise SystemExit(
+            f"{begun} tables begin with '<!-- table: … -->', {len(names)} end with '<!-- end of table -->'."
+        )
+    if unknown := sorted(set(names) - set(contents)):
+        raise SystemExit(f"No results for the table {unknown[0]!r}; there are {', '.join(sorted(contents))}.")
+    if astray := [name for name in contents if names.count(name) != 1]:
+        raise SystemExit(f"The table {astray[0]!r} needs one region '<!-- table: {astray[0]} -->' in the text.")
+    return REGION.sub(
+        lambda region: f"<!-- table: {region[1]} -->\n\n{contents[region[1]]}\n\n<!-- end of table -->", text
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether the README agrees with the results")
+    options = parser.parse_args(argv)
+    text = README.read_text()
+    filled = fill(text, tables())
+    if filled == text:
+        print(f"{README.name} agrees with the results.")
+    elif options.check:
+        raise SystemExit(f"{README.name} differs from the results: python examples/readme_tables.py")
+    else:
+        README.write_text(filled)
+        print(f"{README.name} now holds the tables of the results.")
+
+
+if __name__ == "__main__":
+    main()
