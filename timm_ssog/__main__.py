@@ -17,6 +17,7 @@ import torch
 
 from timm_ssog.hub.commands import export_command, push_command
 from timm_ssog.ops.dispatch import select_implementation
+from timm_ssog.ops.fused import support
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,6 +65,7 @@ def info(arguments: Sequence[str]) -> int:
     for device in _devices():
         implementation, reason = select_implementation(device)
         lines.append((f"mixing on {device.type}", f"{implementation}: {reason}"))
+    lines.append(("fused kernel", _fused_kernel()))
     lines.append(("discovery hook", _discovery()))
     for name, value in lines:
         print(f"{name:<16}{value}")
@@ -135,6 +137,12 @@ def _devices() -> list[torch.device]:
         "xpu": torch.xpu.is_available(),
     }
     return [torch.device(name) for name, there in available.items() if there]
+
+
+def _fused_kernel() -> str:
+    """Whether ``"auto"`` can take the Triton kernels on this machine, or what is missing."""
+    missing = support.device_obstacle(torch.device("cuda"), torch.float32)
+    return f"not available: {missing}" if missing else "available on cuda"
 
 
 def _discovery() -> str:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from timm_ssog.errors import require_choice
-from timm_ssog.ops import eager, naive
+from timm_ssog.ops import eager, fused, naive
 
-IMPLEMENTATIONS = ("auto", "naive", "eager")
+IMPLEMENTATIONS = ("auto", "naive", "eager", "fused")
 
 
 def separable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, implementation: str = "auto") -> Tensor:
@@ -19,13 +19,17 @@ def separable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, i
         values: (batch, height, width, heads, head_dim), floating.
         row_kernels: (heads, components, height, height), indexed (query row, source row).
         column_kernels: (heads, components, width, width), indexed (query column, source column).
-        implementation: ``"auto"``, ``"naive"`` (the definition, O(N^2)) or ``"eager"`` (batched matrix products).
+        implementation: ``"naive"`` (the definition, O(N^2)), ``"eager"`` (batched matrix products), ``"fused"`` (Triton
+            kernels, on CUDA; with ``TRITON_INTERPRET=1`` on the CPU too) or ``"auto"``: fused on CUDA where it can
+            run, else eager. Exported and traced models, forward-mode derivatives and those of
+            ``torch.func`` take eager.
 
     Returns:
         (batch, height, width, heads, head_dim).
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit, or the implementation is unknown.
+        ValueError: if shapes, dtypes or devices do not fit, the implementation is unknown, or it is ``"fused"`` and
+            cannot run; the message says why.
     """
     _check(values, row_kernels, column_kernels)
     if torch.jit.is_scripting():
@@ -35,12 +39,17 @@ def separable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, i
 
 
 def select_implementation(device: torch.device) -> tuple[str, str]:
-    """The implementation that ``"auto"`` takes on a device, and why.
+    """The implementation that ``"auto"`` takes for float32 on a device, and why.
 
     Returns:
         Its name and the reason in words.
     """
-    return "eager", f"batched matrix products run on every device; no fused kernel is built for {device.type!r} yet"
+    if device.type == "cpu":
+        return "eager", "batched matrix products, the fastest path on the cpu"
+    obstacle = fused.obstacle(device, torch.float32)
+    if obstacle:
+        return "eager", f"batched matrix products; not fused, because {obstacle}"
+    return "fused", "Triton kernels, forward and backward"
 
 
 @torch.jit.unused
@@ -49,9 +58,30 @@ def _run(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, implementa
     device = values.device.type
     if values.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         values = values.to(torch.get_autocast_dtype(device))
+    inputs = (values, row_kernels, column_kernels)
     if implementation == "naive":
-        return naive.separable_mix(values, row_kernels, column_kernels)
-    return eager.mix(values, row_kernels, column_kernels)
+        return naive.separable_mix(*inputs)
+    if implementation == "fused":
+        _require_fused(values)
+        return fused.mix(*inputs)
+    return fused.mix(*inputs) if implementation == "auto" and _prefers_fused(values) else eager.mix(*inputs)
+
+
+def _prefers_fused(values: Tensor) -> bool:
+    """Whether ``"auto"`` takes the kernels: on a GPU that has them, for whatever they can do."""
+    # a graph that leaves this process must not need this package, let alone a kernel for one kind of device
+    if values.device.type == "cpu" or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    return fused.logged_obstacle(values.device, values.dtype) is None
+
+
+def _require_fused(values: Tensor) -> None:
+    obstacle = fused.obstacle(values.device, values.dtype)
+    if obstacle:
+        raise ValueError(
+            f"implementation='fused' cannot run on {values.dtype} values on {values.device}: {obstacle}. Use 'auto', "
+            f"which takes the fused kernels where it can."
+        )
 
 
 def _check(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> None:

@@ -1,0 +1,151 @@
+"""Optional measurement of launches on the machine at hand, kept between processes.
+
+``TIMM_SSOG_AUTOTUNE=1`` turns it on: the first call for each kernel, dtype, longest axis, head_dim and number of
+components compiles and times some tens of launches (about a minute), never again on this card and release of torch.
+Results may then differ between machines in the last digits, as the order of sums does.
+"""
+
+import itertools
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from timm_ssog.ops.fused.tables import Tile
+
+SWITCH = "TIMM_SSOG_AUTOTUNE"
+
+MOST_REGISTERS = 160
+"""Accumulators a thread that leave enough registers for everything else."""
+
+TIMINGS = 9
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+_chosen: dict[str, Tile | None] = {}
+
+
+def fastest(
+    kernel: str,
+    problem: tuple[int, ...],
+    static: Tile | None,
+    launch: Callable[[Tile | None], Result],
+    values: Tensor,
+) -> Result:
+    """Launch a kernel, with the table's tile or, where tuning is on, the fastest one for this problem.
+
+    Args:
+        kernel: ``"mix"`` or ``"gradient"``; the second also has matrix products as a candidate, which None stands for.
+        problem: The keys of the tables; the batch is none of them.
+        static: The tile of the table.
+        launch: Runs the kernel with a tile; may run more than once.
+        values: Names the device and the dtype.
+    """
+    capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
+    if os.environ.get(SWITCH) != "1" or capturing:
+        return launch(static)
+    key = _key(kernel, problem, values)
+    if key not in _chosen:
+        _chosen.update(_read())
+    if key not in _chosen:
+        _chosen[key] = _measure(key, kernel, problem, static, launch, values.device)
+        _write()
+    return launch(_chosen[key])
+
+
+def cache_path() -> Path:
+    """The file that keeps what was measured."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "timm_ssog" / "autotune.json"
+
+
+def candidates(kernel: str, problem: tuple[int, ...], static: Tile | None) -> Iterator[Tile | None]:
+    """Launches worth a try, the table's first."""
+    yield static
+    if kernel == "gradient" and static is not None:
+        yield None
+    if static is None:
+        return
+    for rows, chunk, channels, warps, stages in itertools.product((16, 32), (4, 8, 16), (16, 32), (4, 8), (1, 2, 3)):
+        tile = static._replace(rows=rows, chunk=chunk, channels=channels, warps=warps, stages=stages)
+        held = tile.extent * (rows * channels if kernel == "mix" else tile.group * chunk)
+        intermediate = tile.group * rows * chunk * channels
+        # the second product sums over (m, l) at least 16 deep, which tensor cores ask for
+        if tile.group * chunk >= 16 and held + intermediate <= MOST_REGISTERS * 32 * warps and tile != static:
+            yield tile
+
+
+def _measure(
+    key: str,
+    kernel: str,
+    problem: tuple[int, ...],
+    static: Tile | None,
+    launch: Callable[[Tile | None], object],
+    device: torch.device,
+) -> Tile | None:
+    seconds: dict[Tile | None, float] = {}
+    for tile in candidates(kernel, problem, static):
+        try:
+            seconds[tile] = _seconds(launch, tile, device)
+        except Exception as error:  # too much shared memory, or a shape that this release cannot compile
+            _log.debug("%s: %s does not run here: %s", key, tile, error)
+    best = min(seconds, key=seconds.__getitem__)
+    _log.info(
+        "%s: %s, %.1f us; the table's launch takes %.1f us", key, best, seconds[best] * 1e6, seconds[static] * 1e6
+    )
+    return best
+
+
+def _seconds(launch: Callable[[Tile | None], object], tile: Tile | None, device: torch.device) -> float:
+    launch(tile)
+    timings = []
+    for _ in range(TIMINGS):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(torch.cuda.current_stream(device))
+            launch(tile)
+            end.record(torch.cuda.current_stream(device))
+            end.synchronize()
+            timings.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            launch(tile)
+            timings.append(time.perf_counter() - begin)
+    return statistics.median(timings)
+
+
+def _key(kernel: str, problem: tuple[int, ...], values: Tensor) -> str:
+    device = torch.cuda.get_device_name(values.device) if values.is_cuda else values.device.type
+    precision = (
+        torch.backends.cuda.matmul.fp32_precision if hasattr(torch.backends.cuda.matmul, "fp32_precision") else ""
+    )
+    return json.dumps([kernel, device, torch.__version__, str(values.dtype), precision, *problem])
+
+
+def _read() -> dict[str, Tile | None]:
+    try:
+        entries = json.loads(cache_path().read_text())
+        return {key: None if tile is None else Tile(*tile) for key, tile in entries.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        _log.warning("%s cannot be read and will be replaced: %s", cache_path(), error)
+        return {}
+
+
+def _write() -> None:
+    path = cache_path()
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(_chosen, indent=1))
+        os.replace(partial, path)
+    except OSError as error:
+        _log.warning("%s cannot be written, so tuning starts anew in the next process: %s", path, error)
