@@ -189,3 +189,8 @@ def test_modes_of_single_modules_survive_a_report():
 def test_report_wants_one_label_an_image(labels):
     with pytest.raises(ValueError, match="one label each, got 3 images"):
         analysis.ode_report(build(), photos(), labels)
+
+
+def test_report_refuses_logits_that_are_not_finite():
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        analysis.ode_report(build(), photos() * float("nan"), steps=(1,))

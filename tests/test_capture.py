@@ -30,8 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "loop_embed": True,
         "input_injection": "add",
     },
-    "continuous": {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 4.0, "solver": "rk4", "solver_steps": 2},
-    "two pieces": {"name": "vit_ssog_tiny_ode", "depth": 2, "horizon": 4.0, "solver": "midpoint", "solver_steps": 2},
+    "continuous": {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 4.0, "solver": "midpoint", "solver_steps": 2},
 }
 each_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 

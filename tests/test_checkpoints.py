@@ -196,6 +196,16 @@ def test_diverged_checkpoints_are_refused_whole(build: Build, tmp_path: Path, na
         load(source)
 
 
+def test_checkpoint_with_an_impossible_reference_grid_is_refused(build: Build) -> None:
+    model = build()
+    damaged = copy.deepcopy(model.state_dict())
+    damaged["blocks.1.mixer.reference_grid"][0] = 0
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"reference_grid .* got \[0, 4\]"):
+        model.load_state_dict(damaged)
+    assert_same_state(model, before)
+
+
 def test_diverged_checkpoint_of_a_wrapped_model_is_refused(build: Build) -> None:
     wrapper = torch.nn.ModuleDict({"backbone": build(), "neck": torch.nn.Linear(2, 2)})
     state = copy.deepcopy(wrapper.state_dict())

@@ -289,6 +289,7 @@ def test_a_refused_setting_leaves_the_solver_as_it_was():
         ({"solver_steps": 0}, "solver_steps must be an integer of at least 1"),
         ({"solver": "dopri5", "atol": float("nan")}, "atol must be positive and finite"),
         ({"horizon": -1.0}, "horizon must be positive"),
+        ({"horizon": "12"}, "horizon must be positive and finite, got '12'"),
         ({"depth": 5, "solver_steps": 12}, "multiple of 5"),
         ({"solver": "dopri8", "per_sample": True}, "per_sample needs one of the adaptive solvers"),
         ({"solver": "dopri5", "per_sample": True, "adjoint": True}, "don't go together"),

@@ -181,7 +181,9 @@ def test_block_is_two_residual_branches() -> None:
         ({"kernel_coords": "cell"}, r"kernel_coords must be one of .*Did you mean 'cells'\?"),
         ({"init_width": 0.25}, r"init_width must be above 0\.25 cells.* got 0\.25"),
         ({"init_width": math.nan}, r"init_width must be above 0\.25 cells.* got nan"),
-        ({"init_offset": -1.0}, r"init_offset must be 0 or more cells, got -1\.0"),
+        ({"init_width": math.inf}, r"init_width must be above 0\.25 cells.* got inf"),
+        ({"init_offset": -1.0}, r"init_offset must be 0 or more cells, and finite, got -1\.0"),
+        ({"init_offset": math.inf}, r"init_offset must be 0 or more cells, and finite, got inf"),
     ],
 )
 def test_wrong_options_say_what_was_expected(options: dict, message: str) -> None:
@@ -198,3 +200,10 @@ def test_kernels_for_another_grid_are_refused() -> None:
     mixer = SeparableMixer(8, 2, (3, 5))
     with pytest.raises(ValueError, match=r"row_kernels must be square of the values' height 4.*axis_kernels"):
         mixer(torch.randn(1, 4, 5, 8), mixer.kernels(3, 5))
+
+
+@pytest.mark.parametrize("width", [0.26, 0.72, 5.0, 1000.0])
+def test_initial_width_is_the_one_asked_for(width: float) -> None:
+    mixer = SeparableMixer(8, 2, (7, 7), init_width=width)
+    sigma = torch.nn.functional.softplus(mixer.width.double()) + 0.25
+    torch.testing.assert_close(sigma, torch.full_like(sigma, width), rtol=1e-5, atol=0)

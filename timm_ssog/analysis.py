@@ -145,7 +145,8 @@ def ode_report(
         The report, which prints as a table.
 
     Raises:
-        ValueError: if the model is not a continuous one, or a number of steps does not fit its blocks.
+        ValueError: if the model is not a continuous one, a number of steps does not fit its blocks, or the logits are
+            not finite.
     """
     _require_continuous(model)
     if not len(images) or (labels is not None and labels.shape != (len(images),)):
@@ -160,6 +161,11 @@ def ode_report(
         as_trained = model(images)
         with _solving(model, solver="rk4", solver_steps=REFERENCE_STEPS, adjoint=False, per_sample=False):
             exact = model(images)
+        if not (torch.isfinite(exact).all() and torch.isfinite(as_trained).all()):
+            raise ValueError(
+                "The logits of these images are NaN or infinite, so there is nothing to compare: check the images and the "
+                "weights, or shorten the horizon."
+            )
         rows = []
         for solver in solvers:
             for count in steps:
@@ -212,7 +218,9 @@ def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
             if head == 0:
                 axis.set_ylabel(f"block {block + 1}", fontsize=9)
         figure.colorbar(image, ax=list(axes[block]), pad=0.02, aspect=12).ax.tick_params(labelsize=7)
-    figure.suptitle(f"What the centre token (+) sees on a {height} x {width} grid: red adds, blue subtracts", fontsize=10)
+    figure.suptitle(
+        f"What the centre token (+) sees on a {height} x {width} grid: red adds, blue subtracts", fontsize=10
+    )
     return figure
 
 

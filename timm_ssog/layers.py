@@ -120,10 +120,12 @@ class SeparableMixer(nn.Module):
         require_positive_int("num_components", num_components, "Every head needs a Gaussian to look through.")
         require_choice("amplitude", amplitude, AMPLITUDES)
         require_choice("kernel_coords", kernel_coords, KERNEL_COORDS)
-        if not init_width > WIDTH_MIN:
-            raise ValueError(f"init_width must be above {WIDTH_MIN} cells, the narrowest width, got {init_width!r}.")
-        if not init_offset >= 0:
-            raise ValueError(f"init_offset must be 0 or more cells, got {init_offset!r}.")
+        if not WIDTH_MIN < init_width < math.inf:
+            raise ValueError(
+                f"init_width must be above {WIDTH_MIN} cells, the narrowest width, and finite, got {init_width!r}."
+            )
+        if not 0 <= init_offset < math.inf:
+            raise ValueError(f"init_offset must be 0 or more cells, and finite, got {init_offset!r}.")
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.convex = amplitude == "convex"
@@ -152,7 +154,8 @@ class SeparableMixer(nn.Module):
                 else:
                     nn.init.zeros_(self.offset[..., axis])
                 self.reference_grid[axis] = length
-            nn.init.constant_(self.width, math.log(math.expm1(self.init_width - WIDTH_MIN)))
+            above = self.init_width - WIDTH_MIN
+            nn.init.constant_(self.width, above + math.log(-math.expm1(-above)))  # the inverse of softplus
             nn.init.normal_(self.amplitude, std=0.0 if self.convex else self.amplitude.shape[1] ** -0.5)
 
     def kernels(self, grid_height: int, grid_width: int) -> tuple[Tensor, Tensor]:

@@ -238,7 +238,7 @@ class VitSsog(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
 
-        self.register_load_state_dict_pre_hook(_require_finite)
+        self.register_load_state_dict_pre_hook(_require_sound)
         self.init_weights(needs_reset=False)
 
     @torch.jit.ignore()
@@ -677,7 +677,7 @@ class OdeVitSsog(VitSsog):
                 f"shared by the stages of a step."
             )
         _require_rate("drop_path_rate", drop_path_rate)
-        if not 0 < horizon < math.inf:
+        if not isinstance(horizon, (int, float)) or not 0 < horizon < math.inf:
             raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
         if solver in ADAPTIVE_SOLVERS or adjoint:
             _require_no_noise(drop_path_rate, jitter, solver, adjoint)
@@ -933,7 +933,7 @@ def _require_no_prefix(class_token: bool, reg_tokens: int) -> None:
         )
 
 
-def _require_finite(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     for name, tensor in state_dict.items():
         if not name.startswith(prefix) or not torch.is_tensor(tensor) or tensor.is_meta:
             continue
@@ -942,6 +942,11 @@ def _require_finite(module: nn.Module, state_dict: dict[str, Tensor], prefix: st
             raise ValueError(
                 f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
                 f"was left as it was. The training run diverged: take an earlier checkpoint."
+            )
+        if name.endswith("mixer.reference_grid") and bool((tensor < 1).any()):
+            raise ValueError(
+                f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
+                f"{tensor.tolist()}; the model was left as it was. The file is damaged: take another copy."
             )
 
 
