@@ -19,11 +19,14 @@ from timm_ssog.errors import require_choice
 ABOUT = "card.yaml"
 """What nobody can measure: where the data come from, licence, limits. Written by hand, checked here."""
 
+REPOSITORY = "run/repository.json"
+"""Where a folder was pushed last, so that its card can say how to load it."""
+
 TEMPLATE = "template.md"
 
 ABOUT_KEYS = (
     *("tag", "description", "license", "license_name", "license_link", "dataset", "label_names", "limits"),
-    *("citation", "benchmark_hardware", "repo_id", "revision"),
+    *("citation", "benchmark_hardware"),
 )
 DATASET_KEYS = ("name", "id", "description", "splits")
 
@@ -37,6 +40,7 @@ LICENSES = (
 """Licences by the Hub's names for them, those that models come under; ``"other"`` needs a name and a link."""
 
 _AUGMENTATIONS = ("hflip", "vflip", "scale", "ratio", "color_jitter", "aa", "reprob")
+_RATES = ("drop", "drop_path", "smoothing", "mixup", "cutmix", "vflip", "color_jitter", "reprob")
 RECIPE = (
     *("opt", "lr", "lr_base", "weight_decay", "layer_decay", "clip_grad", "batch_size", "grad_accum_steps", "sched"),
     *("warmup_epochs", "drop", "drop_path", "smoothing", "mixup", "cutmix", *_AUGMENTATIONS, "no_aug", "amp"),
@@ -107,6 +111,11 @@ def render_card(folder: str | Path) -> str:
     )
     name = f"{config['architecture']}.{about['tag']}" if about.get("tag") else config["architecture"]
     results = _read_json(folder / "run/results.json") if (folder / "run/results.json").exists() else []
+    source = "local-dir:PATH_OF_THIS_FOLDER"
+    if (folder / REPOSITORY).exists():
+        repository = _read_json(folder / REPOSITORY)
+        branch = "" if repository["revision"] == "main" else f"@{repository['revision']}"
+        source = f"hf-hub:{repository['repo_id']}{branch}"
     eval_results = _eval_results(about, weights, results)
     options = _read_yaml(folder / "run/train_args.yaml")
     data = ModelCardData(
@@ -130,14 +139,14 @@ def render_card(folder: str | Path) -> str:
         "model_args": config.get("model_args", {}),
         "measured": measured,
         "weights": weights,
-        "metric": _METRICS.get(weights["metric"], weights["metric"]),
+        "outcome": f"{_METRICS.get(weights['metric'], weights['metric'])}: {weights['value']:.4g}",
         "recipe": _recipe(options),
         "decay": options.get("model_ema_decay"),
         "epochs": _count_epochs(folder),
         "results": results,
         "benchmark": _read_json(folder / "run/benchmark.json") if (folder / "run/benchmark.json").exists() else [],
         "certificate": _certificate(folder),
-        "source": f"hf-hub:{about['repo_id']}{_at(about)}" if about.get("repo_id") else "local-dir:PATH_OF_THIS_FOLDER",
+        "source": source,
         "citation": about.get("citation") or _CITATION,
     }
     template = resources.files("timm_ssog.hub").joinpath(TEMPLATE).read_text(encoding="utf-8")
@@ -206,13 +215,12 @@ def _certificate(folder: Path) -> dict[str, Any]:
 
 def _recipe(options: dict[str, Any]) -> list[str]:
     """The options of train.py that make a recipe, as far as they are on."""
-    named = {
-        name: options[name] for name in RECIPE if options.get(name) not in (None, "") and options[name] is not False
-    }
-    if not named.get("amp"):
-        named.pop("amp_dtype", None)
-    if named.get("no_aug"):
-        named = {name: value for name, value in named.items() if name not in _AUGMENTATIONS}
+    off = {name for name in _RATES if not options.get(name)} | {name for name in RECIPE if options.get(name) is False}
+    off |= {"amp_dtype"} if not options.get("amp") else set()
+    off |= {"lr_base"} if options.get("lr") is not None else set()
+    off |= {"grad_accum_steps"} if options.get("grad_accum_steps") == 1 else set()
+    off |= set(_AUGMENTATIONS) if options.get("no_aug") else set()
+    named = {name: options[name] for name in RECIPE if options.get(name) not in (None, "") and name not in off}
     texts = []
     for name, value in named.items():
         said = " to ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -223,10 +231,6 @@ def _recipe(options: dict[str, Any]) -> list[str]:
 def _count_epochs(folder: Path) -> int:
     with (folder / "run/summary.csv").open(newline="", encoding="utf-8") as file:
         return sum(1 for _ in csv.DictReader(file))
-
-
-def _at(about: Mapping[str, Any]) -> str:
-    return f"@{about['revision']}" if about.get("revision") else ""
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

@@ -79,8 +79,9 @@ def export(
     run = read_run(run_dir)
     weights = read_weights(run, checkpoint, average)
     about_file = Path(about) if about is not None else out / ABOUT
-    facts = read_about(about_file) if about is not None or about_file.exists() else {}
-    facts = {key: value for key, value in facts.items() if key not in ("repo_id", "revision")}  # as of the last push
+    has_about = about is not None or about_file.exists()
+    facts = read_about(about_file) if has_about else {}
+    about_text = about_file.read_bytes() if has_about else b""
 
     on_progress(f"building {run.options['model']}, epoch {weights.epoch} of {weights.file}")
     model, arguments = build_trained(run, weights)
@@ -107,7 +108,7 @@ def export(
             _write_json(folder / "run/results.json", rows)
         if benchmark:
             _write_json(folder / "run/benchmark.json", _read_rows(benchmark, _BENCHMARK_FIELDS, parameters))
-        (folder / ABOUT).write_text(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (folder / ABOUT).write_bytes(about_text)
         on_progress("rendering README.md")
         (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
     return Path(out_dir)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import HfApi, ModelCard, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from timm.models import is_model
 
 from timm_ssog.digest import ARGUMENTS, WEIGHTS, digest_notes
-from timm_ssog.hub.card import ABOUT, check_card, missing_from_card, read_about, render_card
+from timm_ssog.hub.card import ABOUT, REPOSITORY, check_card, missing_from_card, render_card
 
 RECORD = "published.json"
 """Where a folder keeps the commits that it was pushed as; stays here, as no commit can hold its own name."""
@@ -69,7 +68,7 @@ def push(
     """Push an exported folder to the Hub at ``HF_ENDPOINT``, then download it into a fresh cache and compare.
 
     The repository is created where there is none, and so is the branch. What else is in the repository stays. The
-    folder's card.yaml and card are made to name the repository first; the commit is recorded in published.json.
+    folder's card is made to name the repository first; the commit is recorded in published.json.
 
     Args:
         out_dir: Folder that `export` wrote.
@@ -99,7 +98,6 @@ def push(
     except ValueError as error:
         raise ValueError(f"The repository must be named owner/name: {error}") from error
     config = _require_publishable(folder)
-    about = _about_with_repository(folder, repo_id, revision)
     if dry_run:
         files = _digests(folder)
         return Published(repo_id, revision, None, files, declaration(folder, repo_id, None, config))
@@ -112,7 +110,8 @@ def push(
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         if not replace_card:
             _require_own_card(api, repo_id, revision)
-        _write_about(folder, about)
+        _write(folder / REPOSITORY, json.dumps({"repo_id": repo_id, "revision": revision}, indent=2) + "\n")
+        _write(folder / "README.md", render_card(folder))
         files = _digests(folder)
         on_progress(f"uploading {len(files)} files")
         commit = api.upload_folder(
@@ -200,18 +199,6 @@ def _require_publishable(folder: Path) -> dict[str, Any]:
         )
     check_card((folder / "README.md").read_text(encoding="utf-8"))
     return config
-
-
-def _about_with_repository(folder: Path, repo_id: str, revision: str) -> dict[str, Any]:
-    about = read_about(folder / ABOUT)
-    about["repo_id"] = repo_id
-    about.pop("revision", None)
-    return about if revision == "main" else {**about, "revision": revision}
-
-
-def _write_about(folder: Path, about: dict[str, Any]) -> None:
-    _write(folder / ABOUT, yaml.safe_dump(about, sort_keys=False, allow_unicode=True))
-    _write(folder / "README.md", render_card(folder))
 
 
 def _write(path: Path, text: str) -> None:
