@@ -42,6 +42,7 @@ MEASURES = ("inference", "training", "mixing", "inference memory", "training mem
 IMAGE_SIZES = (224, 384, 512, 768, 1024)
 
 QUICK: dict[str, Any] = {
+    "measures": ["inference", "training", "mixing", "inference memory", "cost"],
     "sizes": ["tiny"],
     "settings": ["discrete"],
     "models": ["ssog", "twin", "ceiling"],
