@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
-from timm_ssog import hub
+from timm_ssog import hub, vit_ssog
 from timm_ssog.__main__ import main
 
 REPO = "acme/vit_ssog_tiny.test"
@@ -236,6 +236,18 @@ def test_a_hub_that_refuses_or_loses_bytes(server: Hub, out: Path, monkeypatch: 
     assert not (out / "published.json").exists()
 
 
+def test_an_outage_is_no_leave_to_replace_a_card(server: Hub, out: Path, monkeypatch: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise LocalEntryNotFoundError("503")
+
+    monkeypatch.setattr("timm_ssog.hub.pushing.hf_hub_download", fail)
+    with pytest.raises(RuntimeError, match=f"did not say whether {REPO} has a card: 503"):
+        hub.push(out, REPO)
+    assert not [path for _, path in server.requests if "/commit/" in path]
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert main(["push", str(out), REPO]) == 2
+
+
 def test_missing_repository_revision_and_gate(server: Hub, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(RepositoryNotFoundError):
         pull("acme/none", tmp_path / "a")
@@ -354,11 +366,13 @@ def test_declaring_a_checkpoint_is_one_row(server: Hub, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert torch.equal(torch.load(tmp_path / "answer"), model(torch.ones(1, 3, 224, 224)))
 
+    # and the row's own digest holds, whatever the repository says
+    (cfg,) = eval(f"{{{row}}}", {"_cfg": vit_ssog._cfg}).values()
     wrong = bytearray((exported / "model.safetensors").read_bytes())
     wrong[-1] ^= 1
     server.corrupted[REPO, "model.safetensors"] = bytes(wrong)
-    result = run_python(script, server, tmp_path / "other", PYTHONPATH=path, HF_HUB_DISABLE_XET="1")
-    assert "are not those that were published" in result.stderr
+    with pytest.raises(ValueError, match=f"The weights of {REPO}@.* are not those that were published"):
+        timm.create_model("vit_ssog_tiny", pretrained=True, pretrained_cfg=cfg, cache_dir=tmp_path / "a")
 
 
 def test_a_smaller_model_is_no_tag(server: Hub, out: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -125,6 +125,12 @@ def push(
         _require_same_on_hub(api, repo_id, commit, files)
     except HfHubHTTPError as error:
         raise RuntimeError(_explain(error, repo_id, api.endpoint)) from error
+    except (ValueError, RuntimeError, OSError):
+        raise
+    except Exception as error:  # of the client's transport library, which is another one from release to release
+        raise RuntimeError(
+            f"{api.endpoint} can't be reached: {error}. Check the network and HF_ENDPOINT, and push again."
+        ) from error
     published = Published(repo_id, revision, commit, files, declaration(folder, repo_id, commit, config))
     _record(folder, published, api.endpoint)
     return published
@@ -224,7 +230,9 @@ def _require_own_card(api: HfApi, repo_id: str, revision: str) -> None:
             path = hf_hub_download(
                 repo_id, "README.md", revision=revision, cache_dir=cache, token=api.token, endpoint=api.endpoint
             )
-        except EntryNotFoundError:
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):  # an outage, which says nothing about what is there
+                raise RuntimeError(f"{api.endpoint} did not say whether {repo_id} has a card: {error}") from error
             return
         if MARK not in ModelCard.load(path).text:
             raise FileExistsError(
