@@ -1,5 +1,6 @@
 """Every block of the README runs as it stands."""
 
+import importlib
 import json
 import os
 import re
@@ -51,12 +52,11 @@ def test_bash_blocks_run(code, tmp_path):
         assert "vit_ssog_small_ode" in result.stdout
 
 
-def test_ablation_tables_are_those_of_the_results(monkeypatch):
+@pytest.mark.parametrize("experiment", ["ablation", "solvers"])
+def test_tables_of_experiments_are_those_of_the_results(experiment, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    import ablation
-
-    runs = json.loads((ROOT / "examples" / "results" / "ablation.json").read_text())["runs"]
-    assert ablation.table(runs) in README.read_text()
+    runs = json.loads((ROOT / "examples" / "results" / f"{experiment}.json").read_text())["runs"]
+    assert importlib.import_module(experiment).table(runs) in README.read_text()
 
 
 def test_benchmark_tables_are_those_of_the_results():
