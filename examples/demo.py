@@ -156,6 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     if output.exists() and not output.is_dir():
         raise SystemExit(f"--output must be a folder, and {output} is a file.")
     mpl.use("agg")
+    torch.set_num_threads(1)  # models of this size gain nothing from more, and lose much on a busy machine
     epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
     start = time.perf_counter()
     output.mkdir(parents=True, exist_ok=True)
