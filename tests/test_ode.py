@@ -380,7 +380,7 @@ def test_fixed_steps_with_the_adjoint(solver: str) -> None:
     assert (trace.accepted, trace.rejected, trace.evaluations) == (10, 0, 10 * len(tableau.stages))
     assert trace.times == pytest.approx([0.2 * step for step in range(1, 11)])
     assert trace.error_estimate is None
-    assert "none estimated" in str(trace)
+    assert "error estimate none" in str(trace)
 
 
 def test_fixed_steps_may_be_uneven() -> None:

@@ -92,8 +92,8 @@ class SolveTrace:
         accepted: Steps taken.
         rejected: Steps whose error was above the tolerance, tried again with a smaller one.
         times: Where the accepted steps end.
-        error_estimate: Largest local error of an accepted step over its tolerance, at most 1; None for a fixed-step
-            method, which estimates none.
+        error_estimate: Largest local error of an accepted step over its tolerance, at most 1. Of a fixed-step method,
+            which makes none itself, the error of the whole solve as `timm_ssog.trace_solve` estimates it, or None.
         states: States at ``times``, without gradient; None unless asked for.
     """
 
@@ -105,11 +105,11 @@ class SolveTrace:
     states: list[Tensor] | list[list[Tensor]] | None
 
     def __str__(self) -> str:
-        error = "none estimated" if self.error_estimate is None else f"{_spread(self.error_estimate)} of the tolerance"
+        error = "none" if self.error_estimate is None else _spread(self.error_estimate)
         samples = f"{self.evaluations.numel()} samples, each: " if isinstance(self.evaluations, Tensor) else ""
         return (
             f"{samples}{_spread(self.evaluations)} evaluations of the velocity, {_spread(self.accepted)} steps "
-            f"accepted, {_spread(self.rejected)} rejected, largest local error {error}"
+            f"accepted, {_spread(self.rejected)} rejected, error estimate {error}"
         )
 
 
