@@ -193,3 +193,17 @@ def test_nothing_published_names_the_machine_it_comes_from() -> None:
                 assert not [
                     word for word in ("/home/", "/root", "/work", "/tmp", "localhost", "127.0.0") if word in text
                 ]
+
+
+def test_folder_of_digits_that_the_checkpoint_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import digit_folder
+
+    whole = digit_folder.digits
+    monkeypatch.setattr(digit_folder, "digits", lambda split: [part[:200] for part in whole(split)])
+    assert digit_folder.write_folder(tmp_path / "digits") == {"train": 180, "validation": 20, "test": 200}
+    images = [path.read_bytes() for path in (tmp_path / "digits").rglob("*.png")]
+    assert len(set(images)) == len(images) == 400
+    assert {path.name for path in (tmp_path / "digits/test").iterdir()} == set("0123456789")
+    with pytest.raises(FileExistsError):
+        digit_folder.write_folder(tmp_path / "digits")
