@@ -88,6 +88,13 @@ def test_exported_folder_is_the_trained_model(tmp_path: Path, name: str, changes
     assert_same(loaded, average, channels=channels)
     assert loaded.pretrained_cfg["mean"] == changes.get("mean", [0.4, 0.5, 0.6])
     assert loaded.pretrained_cfg["interpolation"] == "bilinear"
+    # what a later release could read otherwise is spelt out
+    spelt_out = json.loads((out / "config.json").read_text())["model_args"]
+    options = {"ssog": ["amplitude", "kernel_coords"]}.get(changes.get("model_kwargs", {}).get("mixer", "ssog"), [])
+    options += {"looped": ["loops", "input_injection"], "ode": ["horizon", "solver", "solver_steps", "rtol"]}.get(
+        name.rpartition("_")[2], []
+    )
+    assert set(options) <= set(spelt_out)
     assert not [path for path in tree(out) if path.endswith((".bin", ".pth", ".tar", ".pt"))]
     assert not [path for path, content in tree(out).items() if SECRET.encode() in content]
     # and it can be changed at loading as any model of timm's

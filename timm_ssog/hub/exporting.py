@@ -22,6 +22,7 @@ from timm_ssog.digest import digest_notes
 from timm_ssog.errors import require_choice
 from timm_ssog.hub.card import ABOUT, check_about, read_about, render_card
 from timm_ssog.hub.measure import certificate, measure
+from timm_ssog.hub.options import unseen_options
 from timm_ssog.hub.run import BEST, TrainedWeights, TrainRun, read_run, read_weights
 
 WEIGHTS = "model.safetensors"
@@ -155,7 +156,7 @@ def build_trained(run: TrainRun, weights: TrainedWeights) -> tuple[VitSsog, dict
             f"{arguments}): {error}"
         ) from error
     # of a run that started from a published model, timm knows the arguments that were published
-    return model.eval(), {**getattr(model, "_model_args", {}), **arguments}
+    return model.eval(), {**getattr(model, "_model_args", {}), **arguments, **unseen_options(model)}
 
 
 def _write_model(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import timm
+import torch
 from huggingface_hub import HfApi, ModelCard, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
@@ -19,6 +21,7 @@ from timm.models import is_model
 
 from timm_ssog.digest import ARGUMENTS, WEIGHTS, digest_notes
 from timm_ssog.hub.card import ABOUT, REPOSITORY, check_card, missing_from_card, render_card
+from timm_ssog.hub.options import unseen_options
 
 RECORD = "published.json"
 """Where a folder keeps the commits that it was pushed as; stays here, as no commit can hold its own name."""
@@ -145,10 +148,14 @@ def declaration(folder: str | Path, repo_id: str, commit: str | None, config: di
     address = f"hf-hub:{repo_id}@{commit or 'COMMIT'}"
     cfg = config["pretrained_cfg"]
     arguments = config.get("model_args", {})
+    with torch.device("meta"):
+        registered: Any = timm.create_model(config["architecture"])
+    defaults = unseen_options(registered)
     changed = {
         key: value
         for key, value in arguments.items()
         if key not in ("in_chans", "num_classes")
+        and not (key in defaults and value == defaults[key])
         and not (key == "global_pool" and value == "avg")
         and not (key == "img_size" and value in (224, [224, 224]))
     }

@@ -1,0 +1,24 @@
+"""What of a model is in neither its weights nor its name."""
+
+from typing import Any
+
+from timm_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
+from timm_ssog.layers import SeparableMixer
+
+
+def unseen_options(model: VitSsog) -> dict[str, Any]:
+    """The options of a model that its weights would fit whatever they are, under their names in `timm.create_model`.
+
+    An export spells them out, so that a model stays what it is when a release changes their defaults.
+    """
+    options: dict[str, Any] = {}
+    mixer = model.blocks[0].mixer
+    if isinstance(mixer, SeparableMixer):
+        options["amplitude"] = "convex" if mixer.convex else "signed"
+        options["kernel_coords"] = "relative" if mixer.relative else "cells"
+    if isinstance(model, LoopedVitSsog):
+        options |= {"loops": model.loops, "input_injection": "add" if model.inject_input else "none"}
+    if isinstance(model, OdeVitSsog):
+        names = ("horizon", "solver", "rtol", "atol", "per_sample")
+        options |= {"solver_steps": model.num_steps, **{name: getattr(model, name) for name in names}}
+    return options
