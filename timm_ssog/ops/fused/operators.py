@@ -192,15 +192,6 @@ def _problem(values: Tensor, rows: Tensor) -> tuple[int, int, int, int, int]:
     return values.element_size(), max(height, width), rows.shape[1], head_dim, available
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """How float32 products are made: as torch's own are, by the newer of the two names of that switch."""
-    if dtype != torch.float32:
-        return "ieee"
-    matmul = torch.backends.cuda.matmul
-    as_tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if as_tf32 else "ieee"
-
-
 def _is_wide(*tensors: Tensor) -> bool:
     """Whether an offset within an image, or within the kernels of a head, needs more than 31 bits."""
     spans = (
@@ -246,9 +237,9 @@ def _launch_mix(values: Tensor, rows: Tensor, columns: Tensor, output: Tensor, t
             CHANNELS=tile.channels,
             EXTENT=tile.extent,
             DEPTH=tile.depth,
-            WHOLE=height <= tile.depth,
+            WHOLE=max(height, width) <= tile.depth,
             WIDE=_is_wide(values, output, rows, columns),
-            PRECISION=_precision(values.dtype),
+            PRECISION=support.precision(values.dtype),
             UPCAST=support.INTERPRETED,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -286,7 +277,7 @@ def _launch_column_gradient(grad: Tensor, values: Tensor, rows: Tensor, tile: ta
             CHANNELS=tile.channels,
             EXTENT=tile.extent,
             WIDE=_is_wide(grad, values, rows),
-            PRECISION=_precision(values.dtype),
+            PRECISION=support.precision(values.dtype),
             UPCAST=support.INTERPRETED,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -299,7 +290,7 @@ def _column_gradient_by_products(grad: Tensor, values: Tensor, row_kernels: Tens
 
     T[i, (m, l), (b, c)] of a source row's products is, with its rows ordered (i, m), already the second operand.
     """
-    batch, height, width, heads, head_dim = values.shape
+    _, height, width, heads, _ = values.shape
     components = row_kernels.shape[1]
     stack = row_kernels.to(values.dtype).transpose(1, 2).reshape(heads, height * components, height)
     image_bytes = components * values[0].numel() * values.element_size()

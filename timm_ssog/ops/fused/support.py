@@ -51,6 +51,15 @@ def triton_obstacle() -> str | None:
     return None if found else "Triton is not installed"
 
 
+def precision(dtype: torch.dtype) -> str:
+    """How the kernels multiply: float32 as torch's own products do, by the newer of the two names of that switch."""
+    if dtype != torch.float32:
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    as_tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32" if as_tf32 else "ieee"
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on a device, as far as torch can tell."""
     if device.type != "cuda":

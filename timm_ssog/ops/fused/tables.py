@@ -1,7 +1,7 @@
 """Static choices of the fused path: the launch of every kernel, and which path makes a kernel gradient.
 
 No figure here was tuned on a GPU yet. The rows are those that compile for sm_80 and sm_90 without a spill, within the
-shared memory of a consumer card (tests/test_fused_aot.py holds that), picked by residency (warps a multiprocessor can
+shared memory of a consumer card (tests/test_fused.py holds that), picked by residency (warps a multiprocessor can
 hold) and by how often values are read. `timm_ssog.ops.fused.tuning` measures alternatives on request.
 """
 
@@ -47,27 +47,27 @@ class Row(NamedTuple):
 
 MIX = (
     # 16 bit, one or two components: half the stack, a longer chunk; beyond 64 cells the padded group of four serves
-    Row(2, 16, 2, 1, 16_384, Tile(2, 16, 8, 16, 16, 16, 8, 2)),
-    Row(2, 32, 2, 1, 40_960, Tile(2, 32, 8, 16, 32, 32, 8, 2)),
+    Row(2, 16, 2, 1, 13_824, Tile(2, 16, 8, 16, 16, 16, 8, 2)),
+    Row(2, 32, 2, 1, 38_912, Tile(2, 32, 8, 16, 32, 32, 8, 2)),
     Row(2, 64, 2, 1, 32_768, Tile(2, 16, 8, 16, 64, 64, 8, 2)),
     # 16 bit, groups of four: a stack of 64 rows, the least that a warp group multiplies at once
-    Row(2, 16, ANY, 32, 28_672, Tile(4, 16, 4, 32, 16, 16, 8, 2)),
+    Row(2, 16, ANY, 32, 27_136, Tile(4, 16, 4, 32, 16, 16, 8, 2)),
     Row(2, 16, ANY, 1, 28_672, Tile(4, 16, 8, 16, 16, 16, 8, 2)),
     # four warps: three programs to a multiprocessor hide each other's waits, two at 64 cells
-    Row(2, 32, ANY, 1, 24_576, Tile(4, 16, 4, 16, 32, 32, 4, 2)),
-    Row(2, 64, ANY, 1, 40_960, Tile(4, 16, 4, 16, 64, 64, 4, 2)),
+    Row(2, 32, ANY, 1, 22_528, Tile(4, 16, 4, 16, 32, 32, 4, 2)),
+    Row(2, 64, ANY, 1, 36_864, Tile(4, 16, 4, 16, 64, 64, 4, 2)),
     # a sum of 256 x 128 fills the registers of eight warps
     Row(2, 128, ANY, 1, 65_536, Tile(4, 16, 4, 16, 128, 128, 8, 2)),
     Row(2, ANY, ANY, 1, 65_536, Tile(4, 16, 4, 16, 128, 128, 8, 2)),
     # float32, exact or as TF32: no padding of the components, and short unrolled products
-    Row(4, 16, ANY, 1, 20_480, Tile(1, 16, 8, 16, 16, 16, 8, 2)),
+    Row(4, 16, ANY, 1, 18_432, Tile(1, 16, 8, 16, 16, 16, 8, 2)),
     Row(4, 32, ANY, 1, 32_768, Tile(1, 16, 8, 16, 32, 16, 8, 2)),
     Row(4, ANY, ANY, 1, 65_536, Tile(1, 16, 16, 16, 64, 16, 8, 3)),
 )
 """Launches of `kernels.mix_kernel`."""
 
 GRADIENT = (
-    Row(2, 16, ANY, 1, 40_960, Tile(4, 16, 8, 16, 16, 16, 8, 2)),
+    Row(2, 16, ANY, 1, 36_864, Tile(4, 16, 8, 16, 16, 16, 8, 2)),
     Row(2, 32, ANY, 1, 57_344, Tile(4, 16, 8, 16, 32, 32, 8, 2)),
     # one stage: with two, sm_90 would need 131,072 bytes, more than a consumer card has
     Row(2, 64, ANY, 1, 57_344, Tile(4, 16, 8, 16, 64, 64, 8, 1)),
@@ -94,9 +94,16 @@ GRADIENT_PATHS = (
 """Expected from the roofline in the design note, not measured: the first line that fits is taken."""
 
 
-def mix_tile(item_bytes: int, longest_axis: int, components: int, head_dim: int, shared_memory: int) -> Tile | None:
-    """The launch of the mix for a problem, or None where none fits."""
-    return _first(MIX, item_bytes, longest_axis, components, head_dim, shared_memory)
+def mix_tile(item_bytes: int, longest_axis: int, components: int, head_dim: int, shared_memory: int) -> Tile:
+    """The launch of the mix for a problem.
+
+    Raises:
+        ValueError: if the multiprocessors have too little shared memory for any.
+    """
+    tile = _first(MIX, item_bytes, longest_axis, components, head_dim, shared_memory)
+    if tile is None:
+        raise ValueError(f"No launch of the fused mix fits into {shared_memory} bytes of shared memory.")
+    return tile
 
 
 def gradient_tile(

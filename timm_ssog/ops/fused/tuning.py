@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from timm_ssog.ops.fused import support
 from timm_ssog.ops.fused.tables import Tile
 
 SWITCH = "TIMM_SSOG_AUTOTUNE"
@@ -37,7 +38,7 @@ def fastest(
     kernel: str,
     problem: tuple[int, ...],
     static: Tile | None,
-    launch: Callable[[Tile | None], Result],
+    launch: Callable[..., Result],
     values: Tensor,
 ) -> Result:
     """Launch a kernel, with the table's tile or, where tuning is on, the fastest one for this problem.
@@ -87,7 +88,7 @@ def _measure(
     kernel: str,
     problem: tuple[int, ...],
     static: Tile | None,
-    launch: Callable[[Tile | None], object],
+    launch: Callable[..., object],
     device: torch.device,
 ) -> Tile | None:
     seconds: dict[Tile | None, float] = {}
@@ -96,14 +97,14 @@ def _measure(
             seconds[tile] = _seconds(launch, tile, device)
         except Exception as error:  # too much shared memory, or a shape that this release cannot compile
             _log.debug("%s: %s does not run here: %s", key, tile, error)
+    if not seconds:
+        raise RuntimeError(f"None of the launches of {key} runs here; leave {SWITCH} unset.")
     best = min(seconds, key=seconds.__getitem__)
-    _log.info(
-        "%s: %s, %.1f us; the table's launch takes %.1f us", key, best, seconds[best] * 1e6, seconds[static] * 1e6
-    )
+    _log.info("%s: %s in %.1f us, best of %d", key, best, seconds[best] * 1e6, len(seconds))
     return best
 
 
-def _seconds(launch: Callable[[Tile | None], object], tile: Tile | None, device: torch.device) -> float:
+def _seconds(launch: Callable[..., object], tile: Tile | None, device: torch.device) -> float:
     launch(tile)
     timings = []
     for _ in range(TIMINGS):
@@ -123,9 +124,7 @@ def _seconds(launch: Callable[[Tile | None], object], tile: Tile | None, device:
 
 def _key(kernel: str, problem: tuple[int, ...], values: Tensor) -> str:
     device = torch.cuda.get_device_name(values.device) if values.is_cuda else values.device.type
-    precision = (
-        torch.backends.cuda.matmul.fp32_precision if hasattr(torch.backends.cuda.matmul, "fp32_precision") else ""
-    )
+    precision = support.precision(values.dtype)
     return json.dumps([kernel, device, torch.__version__, str(values.dtype), precision, *problem])
 
 
