@@ -230,3 +230,9 @@ def test_fused_on_the_cpu_says_what_is_missing() -> None:
         timm_ssog.separable_mix(*(tensor.double() for tensor in inputs), implementation="fused")
     with pytest.raises(ValueError, match=r"The fused kernels cannot run: .*separable_mix"):
         operators.fused_mix(*inputs)
+
+
+def test_a_model_without_storage_says_nothing_about_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    values, kernels = torch.empty(1, 3, 5, 2, 4, device="meta"), torch.empty(2, 1, 3, 3, device="meta")
+    assert timm_ssog.separable_mix(values, kernels, torch.empty(2, 1, 5, 5, device="meta")).shape == values.shape
+    assert not caplog.records

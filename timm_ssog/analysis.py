@@ -163,8 +163,8 @@ def ode_report(
             exact = model(images)
         if not (torch.isfinite(exact).all() and torch.isfinite(as_trained).all()):
             raise ValueError(
-                "The logits of these images are NaN or infinite, so there is nothing to compare: check the images and the "
-                "weights, or shorten the horizon."
+                "The logits of these images are NaN or infinite, so there is nothing to compare: check the images and "
+                "the weights, or shorten the horizon."
             )
         rows = []
         for solver in solvers:
