@@ -358,7 +358,7 @@ def judge(results: dict[str, Any]) -> list[dict[str, Any]]:
 
     for record in results["operator"]:
         speedup = record.get("speedup over", {}).get("compiled einsum")
-        if record["part"] == "forward, graph" and record["grid"] <= 64 and speedup:
+        if record["part"] == "forward, graph" and 14 <= record["grid"] <= 64 and speedup:
             add(f"operator at {record['grid']} x {record['grid']}, speedup over compiled einsum", speedup, 3.0)
     for record in results["models"]:
         if record["px"] != 1024 or record["training"]:

@@ -63,23 +63,24 @@ def errors(inputs: Inputs, implementation: str, grad: Tensor, expected: tuple[Te
     return [relative_error(output, exact) for output, exact in zip(outputs, expected, strict=True)]
 
 
-# grid, components, head_dim, batch, heads: every bucket, odd and oblong grids, padded and several groups
+# grid, components, head_dim, batch, heads: odd and oblong grids, every launch, padded and several groups
 SHAPES = [
     ((1, 1), 1, 64, 2, 2),
     ((1, 9), 2, 16, 2, 2),
     ((9, 1), 3, 32, 2, 2),
     ((7, 13), 4, 48, 1, 2),
-    ((14, 14), 8, 16, 2, 1),
-    ((14, 14), 2, 64, 1, 1),
-    ((20, 9), 1, 16, 1, 2),
+    ((14, 14), 8, 16, 1, 1),
     ((17, 31), 3, 16, 1, 1),
     ((37, 64), 4, 16, 1, 1),
-    ((40, 33), 2, 8, 1, 1),
+    ((130, 2), 4, 16, 1, 1),
 ]
-LARGE = [((2, 90), 3, 16, 1, 1), ((130, 2), 4, 16, 1, 1), ((2, 140), 1, 8, 1, 1)]
+# launches that float32 does not have
+SHAPES_16_BIT = [((14, 14), 2, 64, 1, 1), ((20, 9), 1, 16, 1, 2), ((40, 33), 2, 8, 1, 1), ((2, 90), 3, 16, 1, 1)]
+# one launch serves both 16-bit types: a few shapes show that float16 is handled
+SHAPES_FLOAT16 = [((7, 13), 4, 48, 1, 2), ((17, 31), 3, 16, 1, 1)]
 
 
-@pytest.mark.parametrize(("grid", "components", "head_dim", "batch", "heads"), [*SHAPES, *LARGE])
+@pytest.mark.parametrize(("grid", "components", "head_dim", "batch", "heads"), SHAPES)
 def test_float32_is_as_exact_as_eager(
     grid: tuple[int, int], components: int, head_dim: int, batch: int, heads: int
 ) -> None:
@@ -93,14 +94,15 @@ def test_float32_is_as_exact_as_eager(
         assert own <= max(2 * other, 8 * torch.finfo(torch.float32).eps), (name, own, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("grid", "components", "head_dim", "batch", "heads"), [*SHAPES, *LARGE])
-def test_16_bit(
-    grid: tuple[int, int], components: int, head_dim: int, batch: int, heads: int, dtype: torch.dtype
-) -> None:
-    if dtype == torch.float16 and grid not in [(7, 13), (17, 31), (9, 1)]:
-        pytest.skip("one launch serves both dtypes; a few shapes show that float16 is handled")
-    values, rows, columns = make_inputs(grid, components, head_dim, batch, heads, torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *itertools.product([torch.bfloat16], [*SHAPES, *SHAPES_16_BIT]),
+        *itertools.product([torch.float16], SHAPES_FLOAT16),
+    ],
+)
+def test_16_bit(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int, int, int]) -> None:
+    values, rows, columns = make_inputs(*shape, torch.float32)
     inputs = values.to(dtype), rows, columns
     grad = torch.randn(values.shape).to(dtype)
     exact = with_gradients(tuple(tensor.double() for tensor in inputs), "eager", grad)
@@ -185,7 +187,7 @@ def test_empty_batch_and_no_heads() -> None:
 def test_gradients_are_those_of_finite_differences() -> None:
     # trilinear, so a long step costs nothing but what float32 rounds
     tolerances: dict[str, Any] = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4, "nondet_tol": 0.0}
-    assert torch.autograd.gradcheck(fused_mix, leaves(1, 2, 3, 1, 1, 2), **tolerances)
+    assert torch.autograd.gradcheck(fused_mix, leaves(1, 2, 2, 1, 1, 2), **tolerances)
     assert torch.autograd.gradgradcheck(fused_mix, leaves(1, 1, 2, 1, 1, 1), **tolerances)
 
 
@@ -209,14 +211,13 @@ def test_opcheck() -> None:
     torch.library.opcheck(operators.fused_column_gradient, (grad, *inputs[:2]))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_in_one_graph_for_any_batch_and_grid(automatic: None, backend: str) -> None:
+def test_compiled_in_one_graph_for_any_batch_and_grid(automatic: None) -> None:
     torch.compiler.reset()
     graphs: list[str] = []
 
     def counting(module, example_inputs):
         graphs.append(module.code)
-        return torch._dynamo.lookup_backend(backend)(module, example_inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(module, example_inputs)
 
     compiled = torch.compile(timm_ssog.separable_mix, fullgraph=True, dynamic=True, backend=counting)
     # no two sizes alike, or torch takes them for one
