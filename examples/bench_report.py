@@ -45,12 +45,15 @@ MEMORY_TARGETS: list[dict[str, Any]] = [
 """What SSoG's peak memory at inference at 1024 px must be in times that of another model."""
 
 
-def speed_up(record: dict[str, Any], other: str) -> float | None:
-    """SSoG's throughput in times another model's: the median of the ratios within a turn; None if one is missing."""
+def ratios(record: dict[str, Any], other: str) -> list[float]:
+    """SSoG's throughput in times another model's, turn by turn; empty if one is missing."""
     ours, theirs = record["ms"].get("ssog"), record["ms"].get(other)
-    if not ours or not theirs:
-        return None
-    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+    return [b / a for a, b in zip(ours, theirs, strict=True)] if ours and theirs else []
+
+
+def speed_up(record: dict[str, Any], other: str) -> float | None:
+    """The median of the ratios within a turn; None if a model is missing."""
+    return statistics.median(found) if (found := ratios(record, other)) else None
 
 
 def throughput(record: dict[str, Any], model: str) -> float | None:
@@ -162,12 +165,11 @@ def speed_table(records: Records, title: str) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for record in records:
-        share = speed_up(record, "ceiling")
-        others = [speed_up(record, other) for other in ("twin", "unfused", "timm")]
+        cells = [spread(ratios(record, "ceiling"), ".0%")]
+        cells += [spread(ratios(record, other), ".2f") for other in ("twin", "unfused", "timm")]
         lines.append(
             f"| {record['size']}, {record['setting']} | {record['img_size']} | {record['batch']} "
-            f"| {number(throughput(record, 'ssog'), '.2f')} | {number(share, '.1%')} | "
-            + " | ".join(number(other, ".2f", "x") for other in others)
+            f"| {number(throughput(record, 'ssog'), '.2f')} | {' | '.join(cells)}"
             + f" | {max(map(len, record['ms'].values()), default=0)} |"
         )
     return "\n".join(lines)
@@ -240,9 +242,16 @@ def targets_table(verdicts: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def number(value: float | None, form: str, unit: str = "") -> str:
+def number(value: float | None, form: str) -> str:
     """A formatted number, or a dash for None."""
-    return "-" if value is None else f"{value:{form}}{unit}"
+    return "-" if value is None else f"{value:{form}}"
+
+
+def spread(values: list[float], form: str) -> str:
+    """The median and, in brackets, the least and the greatest of several values; a dash if there are none."""
+    if not values:
+        return "-"
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def setup(conditions: dict[str, Any], records: Records) -> str:
@@ -261,8 +270,8 @@ def report(conditions: dict[str, Any], records: Records) -> str:
         [
             setup(conditions, records),
             "The twin has dense attention and everything else equal, the ceiling mixes nothing. Throughput is SSoG's; "
-            "to another model, how many times that one's: medians of the ratios within a turn. Memory is the most "
-            "bytes of tensors at once (and of the whole process).",
+            "to another model, how many times that one's: the median, least and greatest ratio within a turn. Memory "
+            "is the most bytes of tensors at once (and of the whole process).",
             *tables(records).values(),
         ]
     )
@@ -281,6 +290,9 @@ def figure(records: Records) -> "Figure":
             # depth settings compute the same: the first that was measured stands for all
             setting = next((one for one in SETTINGS if any(record["setting"] == one for record in shown)), "")
             shown = [record for record in shown if record["setting"] == setting]
+            if not shown:
+                axis.set_axis_off()
+                continue
             axis.set(xscale="log", yscale="log", xlabel="image size, px")
             axis.set_title(f"{size}, {setting}: {title}" if measure != "mixing" else f"{size}: {title}")
             for model, label in LABELS.items():
@@ -291,8 +303,7 @@ def figure(records: Records) -> "Figure":
             axis.set_xticks(pixels, [str(one) for one in pixels])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-            if shown:
-                axis.legend(fontsize="small")
+            axis.legend(fontsize="small")
     return drawing
 
 

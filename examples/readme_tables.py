@@ -1,13 +1,15 @@
 """Puts the tables of the results into the README, between comments that name them.
 
-A table called ``speed`` goes between the lines ``<!-- table: speed -->`` and ``<!-- end of table -->``; what stands
+A table called ``solvers`` goes between the lines ``<!-- table: solvers -->`` and ``<!-- end of table -->``; what stands
 there is replaced. ``--check`` changes nothing and fails where the README differs.
 """
 
 import argparse
+import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import bench_report
 
@@ -15,15 +17,29 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = Path(__file__).parent / "results"
 
+EXPERIMENTS = ("ablation", "matched", "solvers")
+"""Scripts whose ``table`` makes Markdown of the runs in the results file of their name."""
+
 REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
+
+
+def results(name: str) -> dict[str, Any] | None:
+    """The content of a results file, None if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def tables() -> dict[str, str]:
     """All tables there are results for, by the name that the README calls them."""
-    benchmark = json.loads((RESULTS / "benchmark.json").read_text())
-    found = bench_report.summary(benchmark["runs"])
-    found["setup"] = bench_report.setup(benchmark["recipe"], benchmark["runs"])
-    return {f"benchmark {name}": text for name, text in found.items()}
+    found = {}
+    for name in EXPERIMENTS:
+        if content := results(name):
+            found[name] = importlib.import_module(name).table(content["runs"])
+    if benchmark := results("benchmark"):
+        found["benchmark setup"] = bench_report.setup(benchmark["recipe"], benchmark["runs"])
+        for name, text in bench_report.summary(benchmark["runs"]).items():
+            found[f"benchmark {name}"] = text
+    return found
 
 
 def fill(text: str, contents: dict[str, str]) -> str:
@@ -31,13 +47,13 @@ def fill(text: str, contents: dict[str, str]) -> str:
 
     Args:
         text: With regions that name a table.
-        contents: The tables by name.
+        contents: The tables by name; those without a region are left out.
 
     Returns:
         The text with all regions filled.
 
     Raises:
-        SystemExit: if a region names no table, a table has no region or two, or a region does not end.
+        SystemExit: if a region names no table, or does not end.
     """
     names = [name for name, _ in REGION.findall(text)]
     if (begun := text.count("<!-- table: ")) != len(names):
@@ -45,9 +61,7 @@ def fill(text: str, contents: dict[str, str]) -> str:
             f"{begun} tables begin with '<!-- table: … -->', {len(names)} end with '<!-- end of table -->'."
         )
     if unknown := sorted(set(names) - set(contents)):
-        raise SystemExit(f"No results for the table {unknown[0]!r}; there are {', '.join(sorted(contents))}.")
-    if astray := [name for name in contents if names.count(name) != 1]:
-        raise SystemExit(f"The table {astray[0]!r} needs one region '<!-- table: {astray[0]} -->' in the text.")
+        raise SystemExit(f"No results for the table {unknown[0]!r}; there are {', '.join(sorted(contents)) or 'none'}.")
     return REGION.sub(
         lambda region: f"<!-- table: {region[1]} -->\n\n{contents[region[1]]}\n\n<!-- end of table -->", text
     )

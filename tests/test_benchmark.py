@@ -198,7 +198,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     assert len(measured) == 5
     benchmark.main(arguments)
     assert len(measured) == 5, "all there: only the tables are written"
-    assert "2.00x" in capsys.readouterr().out
+    assert "| 2.00 (2.00 to 2.00) |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"another recipe \(threads, clock\)"):
         benchmark.main([*arguments, "--threads", "2"])
 
@@ -207,6 +207,7 @@ def test_ratios_are_medians_within_a_turn() -> None:
     record = timed("tiny", 224, {"ssog": [1.0, 10.0, 2.0], "twin": [3.0, 20.0, 5.0]})
     assert bench_report.speed_up(record, "twin") == 2.5
     assert bench_report.throughput(record, "ssog") == 1000.0
+    assert "| - | 2.50 (2.00 to 3.00) | - | - | 3 |" in bench_report.tables([record])["inference"]
     assert bench_report.speed_up(record, "ceiling") is None
     assert bench_report.throughput(record, "ceiling") is None
 
@@ -276,13 +277,25 @@ def test_readme_regions_are_filled() -> None:
     filled = readme_tables.fill(text, {"a": "| \\1 |"})
     assert filled == "before\n<!-- table: a -->\n\n| \\1 |\n\n<!-- end of table -->\nafter <!-- not one -->\n"
     assert readme_tables.fill(filled, {"a": "| \\1 |"}) == filled
-    for contents, named in (({"a": "", "b": ""}, "'b' needs one region"), ({}, "No results for the table 'a'")):
-        with pytest.raises(SystemExit, match=named):
-            readme_tables.fill(text, contents)
+    assert readme_tables.fill(text + text, {"a": "x", "b": "y"}).count("\n\nx\n\n") == 2
+    with pytest.raises(SystemExit, match="No results for the table 'a'; there are b"):
+        readme_tables.fill(text, {"b": ""})
     with pytest.raises(SystemExit, match="2 tables begin"):
         readme_tables.fill(text + "<!-- table: a -->\n", {"a": ""})
-    with pytest.raises(SystemExit, match="'a' needs one region"):
-        readme_tables.fill(text + text, {"a": ""})
+
+
+def test_readme_script_writes_or_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table: ablation -->\n<!-- end of table -->\n")
+    monkeypatch.setattr(readme_tables, "README", readme)
+    with pytest.raises(SystemExit, match="differs"):
+        readme_tables.main(["--check"])
+    readme_tables.main([])
+    assert "| attention twin |" in readme.read_text()
+    readme_tables.main(["--check"])
+    assert "agrees" in capsys.readouterr().out
 
 
 def test_saved_bytes_count_every_storage_once() -> None:

@@ -59,7 +59,17 @@ def test_tables_of_experiments_are_those_of_the_results(experiment, monkeypatch)
     assert importlib.import_module(experiment).table(runs) in README.read_text()
 
 
-def test_benchmark_tables_are_those_of_the_results():
-    results = (ROOT / "examples" / "results" / "benchmark.md").read_text()
-    tables = results[results.index("| inference") : results.index("Met:")].strip()
-    assert tables in README.read_text()
+def test_tables_between_comments_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    readme_tables = importlib.import_module("readme_tables")
+    tables = readme_tables.tables()
+    assert "<!-- table: benchmark targets -->" in README.read_text()
+    assert readme_tables.fill(README.read_text(), tables) == README.read_text()
+
+
+def test_benchmark_report_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    results = ROOT / "examples" / "results" / "benchmark.json"
+    content = json.loads(results.read_text())
+    report = importlib.import_module("bench_report").report(content["recipe"], content["runs"])
+    assert results.with_suffix(".md").read_text() == report + "\n"
