@@ -96,6 +96,7 @@ def test_tables_serve_every_problem() -> None:
                     # never twice the work for padding, but for one or two components on large grids
                     assert tile.group < 2 * components or axis > 64 or components == 1
                     assert tile.depth >= axis or axis > 128 or item_bytes == 4
+                    assert tile.group * tile.chunk >= 16
                     gradient = tables.gradient_tile(*problem)
                     assert (gradient is not None) == (item_bytes == 2 and axis <= 64)
                     assert gradient is None or gradient.extent >= axis
