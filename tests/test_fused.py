@@ -14,7 +14,7 @@ import torch
 
 import timm_ssog
 from timm_ssog.ops import dispatch, fused
-from timm_ssog.ops.fused import operators, support, tables
+from timm_ssog.ops.fused import operators, support, tables, tuning
 
 TESTS = Path(__file__).parent
 CONSUMER_SHARED_MEMORY = 101_376
@@ -197,10 +197,11 @@ def test_what_turns_a_gpu_off(forget: None, monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(torch.version, "hip", "6.4")
         assert "ROCm" in str(fused.obstacle(CUDA, torch.float32))
     support._device_obstacle.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIMM_SSOG_FUSED", "0")
-        assert "TIMM_SSOG_FUSED=0" in str(fused.obstacle(CUDA, torch.float32))
-    support._device_obstacle.cache_clear()
+    for switch in ("0", "off", "False"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIMM_SSOG_FUSED", switch)
+            assert f"TIMM_SSOG_FUSED={switch}" in str(fused.obstacle(CUDA, torch.float32))
+        support._device_obstacle.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert "no CUDA device" in str(fused.obstacle(CUDA, torch.float32))
@@ -237,3 +238,9 @@ def test_a_model_without_storage_says_nothing_about_kernels(caplog: pytest.LogCa
     values, kernels = torch.empty(1, 3, 5, 2, 4, device="meta"), torch.empty(2, 1, 3, 3, device="meta")
     assert timm_ssog.separable_mix(values, kernels, torch.empty(2, 1, 5, 5, device="meta")).shape == values.shape
     assert not caplog.records
+
+
+def test_launches_are_kept_without_a_home_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert tuning.cache_path().is_absolute()

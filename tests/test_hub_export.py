@@ -354,6 +354,27 @@ def test_old_folder_comes_back_if_the_new_one_cannot_take_its_place(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
+def test_what_is_not_of_an_export_is_not_deleted_by_the_next(copied: Path, exported: Path) -> None:
+    (exported / "published.json").write_text("{}")
+    hub.export(copied / "run", exported)
+    assert (exported / "published.json").read_text() == "{}"
+    (exported / "notes.txt").write_text("precious")
+    before = tree(exported)
+    with pytest.raises(FileExistsError, match=r"would delete what is not of it: notes\.txt"):
+        hub.export(copied / "run", exported)
+    assert tree(exported) == before
+
+
+def test_a_link_to_a_folder_stays_one(copied: Path, exported: Path) -> None:
+    link = copied / "link"
+    link.symlink_to(exported, target_is_directory=True)
+    (exported / "README.md").write_text("old")
+    hub.export(copied / "run", link)
+    assert link.is_symlink()
+    assert (exported / "README.md").read_text() != "old"
+    assert sorted(path.name for path in (copied / "out").iterdir()) == ["model"]
+
+
 def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "mine").mkdir()

@@ -48,6 +48,9 @@ RECIPE = (
 )
 """Options of train.py that a card names; the others are in the file beside it."""
 
+RECORD = "published.json"
+"""Where a folder keeps the commits that it was pushed as; stays here, as no commit can hold its own name."""
+
 _METRICS = {"top1": "top-1 accuracy, %", "top5": "top-5 accuracy, %", "loss": "loss"}
 _CITATION = """\
 @misc{ssog,

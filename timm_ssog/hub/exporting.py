@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 from timm_ssog import VitSsog
 from timm_ssog.digest import digest_notes
 from timm_ssog.errors import require_choice
-from timm_ssog.hub.card import ABOUT, check_about, read_about, render_card
+from timm_ssog.hub.card import ABOUT, RECORD, check_about, read_about, render_card
 from timm_ssog.hub.measure import certificate, measure
 from timm_ssog.hub.options import unseen_options
 from timm_ssog.hub.run import BEST, TrainedWeights, TrainRun, read_run, read_weights
@@ -33,6 +33,9 @@ _TRAINING_ARGUMENTS = ("jitter", "drop_rate", "drop_path_rate", "drop_block_rate
 
 _RESULT_FIELDS = ("top1", "top1_err", "top5", "top5_err", "img_size", "crop_pct", "interpolation", "param_count")
 _BENCHMARK_FIELDS = ("infer_samples_per_sec", "infer_step_time", "infer_batch_size", "infer_img_size", "param_count")
+
+# what an earlier export may hold: what is written here and by a push, and what a file manager leaves
+_WRITTEN = {WEIGHTS, "config.json", "README.md", "run", ABOUT, RECORD, ".DS_Store"}
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -74,7 +77,7 @@ def export(
         ValueError: if the run is damaged, is of another model, or does not fit the results.
     """
     require_choice("dtype", dtype, tuple(DTYPES))
-    out = Path(out_dir).absolute()
+    out = Path(out_dir).resolve()
     _require_replaceable(out)
     on_progress(f"reading {run_dir}")
     run = read_run(run_dir)
@@ -110,6 +113,8 @@ def export(
         if benchmark:
             _write_json(folder / "run/benchmark.json", _read_rows(benchmark, _BENCHMARK_FIELDS, parameters))
         (folder / ABOUT).write_bytes(about_text)
+        if (out / RECORD).exists():
+            shutil.copyfile(out / RECORD, folder / RECORD)
         on_progress("rendering README.md")
         (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
     return Path(out_dir)
@@ -284,6 +289,12 @@ def _require_replaceable(out: Path) -> None:
             f"{out} is no earlier export and holds {', '.join(sorted(names)[:5])}: name a folder that does not exist, "
             f"or one with card.yaml alone."
         )
+    foreign = names - _WRITTEN
+    if foreign:
+        raise FileExistsError(
+            f"{out} is an earlier export, and a new one would delete what is not of it: {', '.join(sorted(foreign))}. "
+            f"Move that elsewhere, or name another folder."
+        )
 
 
 @contextlib.contextmanager
@@ -299,7 +310,7 @@ def _replacing(out: Path) -> Iterator[Path]:
             out.rename(old)
         try:
             folder.rename(out)
-        except OSError:
+        except BaseException:
             if old.exists():
                 old.rename(out)
             raise

@@ -20,11 +20,8 @@ from safetensors.torch import load_file
 from timm.models import is_model
 
 from timm_ssog.digest import ARGUMENTS, WEIGHTS, digest_notes
-from timm_ssog.hub.card import ABOUT, REPOSITORY, check_card, missing_from_card, render_card
+from timm_ssog.hub.card import ABOUT, RECORD, REPOSITORY, check_card, missing_from_card, render_card
 from timm_ssog.hub.options import unseen_options
-
-RECORD = "published.json"
-"""Where a folder keeps the commits that it was pushed as; stays here, as no commit can hold its own name."""
 
 MARK = "<!-- Written by timm_ssog.hub"
 """What a card of this package begins with."""

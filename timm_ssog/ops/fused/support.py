@@ -13,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU too; read once, as Triton itself does."""
 
 SWITCH = "TIMM_SSOG_FUSED"
-"""Environment variable that turns the fused path off where it is ``0``."""
+"""Environment variable that turns the fused path off where it is ``0``, ``false``, ``off`` or ``no``."""
 
 LEAST_CAPABILITY = (8, 0)
 """bfloat16 on tensor cores, and asynchronous copies."""
@@ -70,8 +70,9 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def _device_obstacle(kind: str, index: int | None) -> str | None:
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0 turns it off"
+    switch = os.environ.get(SWITCH, "")
+    if switch.lower() in ("0", "false", "off", "no"):
+        return f"{SWITCH}={switch} turns it off"
     missing = triton_obstacle()
     if missing:
         return missing

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +65,10 @@ def fastest(
 
 def cache_path() -> Path:
     """The file that keeps what was measured."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "timm_ssog" / "autotune.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # a user without a home, as in many containers, keeps his tilde
+    root = Path(tempfile.gettempdir()) if cache.startswith("~") else Path(cache)
+    return root / "timm_ssog" / "autotune.json"
 
 
 def candidates(kernel: str, problem: tuple[int, ...], static: Tile | None) -> Iterator[Tile | None]:
