@@ -4,7 +4,6 @@ Every setting and the dense attention twin get the same recipe. Results go into 
 second call takes up where the first one stopped.
 """
 
-import argparse
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from digits import IMAGE_SIZE, Digits, digit_loader
-from runs import decimal, mean_spread, provenance, run_all
+from runs import decimal, mean_spread, parse_counts, provenance, run_all, run_options
 from timm.utils import random_seed
 from torch.nn import functional as F
 from training import MODEL, RECIPE, accuracy, create_model, train
@@ -177,24 +176,8 @@ def weakest_gradients(grid: int, images: int = 16) -> dict[str, float]:
     return {name: float(mean.min() / mean.median()) for name, mean in means.items()}
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds per setting (default: 3)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
-    parser.add_argument("--only", nargs="+", metavar="SETTING", choices=CHANGES, help="run only these settings")
-    parser.add_argument("--output", type=Path, help=f"results file (default: {RESULTS.name} in examples/results)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one epoch over 50 images, to see that it runs; not for results"
-    )
-    options = parser.parse_args(argv)
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
-    return options
-
-
 def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
+    options = parse_counts(run_options(__doc__, CHANGES, RESULTS), argv)
     epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
     output = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     recipe = {

@@ -16,7 +16,7 @@ import timm
 import torch
 from demo import DEPTHS, EPOCHS, INPUT, MIXERS, SIZE
 from digits import Digits, digit_loader
-from runs import decimal, mean_spread, provenance, run_all
+from runs import decimal, mean_spread, parse_counts, provenance, run_all, run_options
 from timm.data import create_dataset, create_loader
 from timm.utils import random_seed
 from torch import nn
@@ -222,10 +222,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds per setting (default: 3)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
-    parser.add_argument("--only", nargs="+", metavar="SETTING", choices=settings(), help="run only these settings")
+    parser = run_options(__doc__, settings(), RESULTS)
     parser.add_argument("--dataset", help="a dataset of timm's, such as torch/cifar100 (default: the digits)")
     parser.add_argument("--data-dir", default="data", help="where --dataset lies, or is downloaded to (default: data)")
     parser.add_argument("--download", action="store_true", help="download --dataset where it is not there")
@@ -236,15 +233,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4, help="loader processes of --dataset (default: 4)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
     parser.add_argument("--amp", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--output", type=Path, help=f"results file (default: {RESULTS.name} in examples/results)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one epoch over 50 digits, to see that it runs; not for results"
-    )
-    options = parser.parse_args(argv)
-    for name in ("seeds", "jobs", "num_classes", "epochs", "img_size", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    options = parse_counts(parser, argv, ("seeds", "jobs", "num_classes", "epochs", "img_size", "batch_size"))
     if options.quick and options.dataset:
         parser.error("--quick is for the digits: leave out --dataset, or --quick and give --epochs 1")
     return options

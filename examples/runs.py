@@ -1,12 +1,13 @@
 """Runs of an experiment over settings and seeds, in one results file that a second call goes on with."""
 
+import argparse
 import json
 import math
 import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from multiprocessing import get_context
@@ -115,6 +116,31 @@ def run_all(
             f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
         ) from None
     return runs
+
+
+def run_options(description: str | None, settings: Collection[str], results: Path) -> argparse.ArgumentParser:
+    """A parser of the options that all experiments have; `parse_counts` reads them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="seeds per setting (default: 3)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
+    parser.add_argument("--only", nargs="+", metavar="SETTING", choices=settings, help="run only these settings")
+    parser.add_argument("--output", type=Path, help=f"results file (default: {results.name} in examples/results)")
+    parser.add_argument(
+        "--quick", action="store_true", help="one epoch over 50 images, to see that it runs; not for results"
+    )
+    return parser
+
+
+def parse_counts(
+    parser: argparse.ArgumentParser, argv: list[str] | None, counts: Sequence[str] = ("seeds", "jobs")
+) -> argparse.Namespace:
+    """Parse, and refuse numbers below one; those of ``counts`` that were not given may be None."""
+    options = parser.parse_args(argv)
+    for name in counts:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    return options
 
 
 def mean_spread(values: list[float]) -> tuple[float, float]:

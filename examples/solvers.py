@@ -5,7 +5,6 @@ flow, and how accurate that flow is; a net that has learned its step grid loses 
 call takes up where the first one stopped.
 """
 
-import argparse
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
-from runs import decimal, mean_spread, provenance, run_all
+from runs import decimal, mean_spread, parse_counts, provenance, run_all, run_options
 from timm.utils import random_seed
 from training import MODEL, RECIPE, accuracy, create_model, train
 
@@ -91,24 +90,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds per solver (default: 3)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
-    parser.add_argument("--only", nargs="+", metavar="SOLVER", choices=SOLVERS, help="run only these settings")
-    parser.add_argument("--output", type=Path, help=f"results file (default: {RESULTS.name} in examples/results)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one epoch over 50 images, to see that it runs; not for results"
-    )
-    options = parser.parse_args(argv)
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
-    return options
-
-
 def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
+    options = parse_counts(run_options(__doc__, SOLVERS, RESULTS), argv)
     epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
     output = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     model = {key: {**MODEL, **INPUT}[key] for key in ("img_size", "patch_size", "embed_dim", "num_heads", "mlp_ratio")}

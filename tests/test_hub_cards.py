@@ -113,10 +113,10 @@ def test_advertised_checkpoints_exist() -> None:
             assert not cfg.file
 
 
-@pytest.mark.parametrize("name", timm.list_models("vit_ssog*"))
+@pytest.mark.parametrize(
+    "name", [name for name in timm.list_models("vit_ssog*") if not timm.list_pretrained(f"{name}.*")]
+)
 def test_without_weights_timm_says_so(name: str) -> None:
-    if timm.list_pretrained(f"{name}.*"):
-        pytest.skip("there are weights")
     shape: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "num_heads": 2}
     with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
         timm.create_model(name, pretrained=True, **shape)

@@ -73,3 +73,21 @@ def test_benchmark_report_is_that_of_the_results(monkeypatch):
     content = json.loads(results.read_text())
     report = importlib.import_module("bench_report").report(content["recipe"], content["runs"])
     assert results.with_suffix(".md").read_text() == report + "\n"
+
+
+def test_what_the_readme_says_of_the_digits_checkpoint_was_measured():
+    rows = json.loads((ROOT / "hub_cards" / "vit_ssog_tiny.mnist5k" / "run" / "results.json").read_text())
+    top1 = {row["img_size"]: row["top1"] for row in rows}
+    text = " ".join(README.read_text().split())
+    assert f"it reads {top1[32]} % right, and enlarged to 96 px still {top1[96]} %" in text
+
+
+def test_what_the_readme_says_of_the_default_solver_was_measured():
+    runs = json.loads((ROOT / "examples" / "results" / "solvers.json").read_text())["runs"]
+    of = {(run["setting"], run["seed"]): run for run in runs}
+    assert "with every seed nearer to the flow" in " ".join(README.read_text().split())
+    for seed in range(3):
+        default, other = of["midpoint x 6", seed], of["rk4 x 3", seed]
+        assert default["drift"] < other["drift"]
+        assert default["flips"] < other["flips"]
+        assert default["exact_accuracy"] > other["exact_accuracy"]

@@ -41,6 +41,7 @@ def parsed(path: Path, *arguments: str) -> dict[str, Any]:
     """What train.py of the clone that TIMM_CLONE names makes of a recipe and further arguments."""
     clone = os.environ.get("TIMM_CLONE")
     if not clone:
+        # its parser is in no package, and fetched code stays out of this repository
         pytest.skip("TIMM_CLONE names no clone of timm's repository")
     script = Path(clone) / "train.py"
     command = [sys.executable, "-c", PARSE, str(script), "-c", str(path), *arguments]

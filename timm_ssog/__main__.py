@@ -15,7 +15,6 @@ from pathlib import Path
 import timm
 import torch
 
-from timm_ssog.hub.commands import export_command, push_command
 from timm_ssog.ops.dispatch import select_implementation
 from timm_ssog.ops.fused import support
 
@@ -70,6 +69,20 @@ def info(arguments: Sequence[str]) -> int:
     for name, value in lines:
         print(f"{name:<16}{value}")
     return 0
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Turn an output folder of train.py into one to publish; see `timm_ssog.hub`."""
+    from timm_ssog.hub.commands import export_command  # here, for a script or `info` needs nothing of the Hub
+
+    return export_command(arguments)
+
+
+def push(arguments: Sequence[str]) -> int:
+    """Push an exported folder to the Hub; see `timm_ssog.hub`."""
+    from timm_ssog.hub.commands import push_command
+
+    return push_command(arguments)
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
@@ -162,8 +175,8 @@ def _discovery() -> str:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "info": (info, "print versions, models, the mixing path on each device and the discovery hook"),
-    "export": (export_command, "turn an output folder of train.py into a folder to publish: RUN_DIR OUT_DIR"),
-    "push": (push_command, "push an exported folder to the Hugging Face Hub: OUT_DIR owner/name"),
+    "export": (export, "turn an output folder of train.py into a folder to publish: RUN_DIR OUT_DIR"),
+    "push": (push, "push an exported folder to the Hugging Face Hub: OUT_DIR owner/name"),
 }
 
 if __name__ == "__main__":
