@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 import timm_ssog
 from timm_ssog.ops import eager
 
-FORMS = ("stacked", "dense", "auto")
+FORMS = ("stacked", "stacked by head", "dense", "auto")
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -20,6 +20,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Forces one form of the eager path, or leaves the choice to the cost rule."""
     if request.param != "auto":
         monkeypatch.setattr(eager, "prefers_dense", lambda *_, **__: request.param == "dense")
+        monkeypatch.setattr(eager, "CACHE_BYTES", 0 if request.param == "stacked by head" else float("inf"))
     return request.param
 
 
