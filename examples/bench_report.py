@@ -46,9 +46,9 @@ MEMORY_TARGETS: list[dict[str, Any]] = [
 
 
 def ratios(record: dict[str, Any], other: str) -> list[float]:
-    """SSoG's throughput in times another model's, turn by turn; empty if one is missing."""
-    ours, theirs = record["ms"].get("ssog"), record["ms"].get(other)
-    return [b / a for a, b in zip(ours, theirs, strict=True)] if ours and theirs else []
+    """SSoG's throughput in times another model's, in every turn that both took; empty if one is missing."""
+    ours, theirs = (record["ms"].get(model, []) for model in ("ssog", other))
+    return [b / a for a, b in zip(ours, theirs, strict=False)]
 
 
 def speed_up(record: dict[str, Any], other: str) -> float | None:
@@ -169,10 +169,15 @@ def speed_table(records: Records, title: str) -> str:
         cells += [spread(ratios(record, other), ".2f") for other in ("twin", "unfused", "timm")]
         lines.append(
             f"| {record['size']}, {record['setting']} | {record['img_size']} | {record['batch']} "
-            f"| {number(throughput(record, 'ssog'), '.2f')} | {' | '.join(cells)}"
-            + f" | {max(map(len, record['ms'].values()), default=0)} |"
+            f"| {number(throughput(record, 'ssog'), '.2f')} | {' | '.join(cells)}" + f" | {turns(record)} |"
         )
     return "\n".join(lines)
+
+
+def turns(record: dict[str, Any]) -> str:
+    """How many turns there were, and how many of them all models took."""
+    counts = sorted({len(times) for times in record["ms"].values()}) or [0]
+    return f"{counts[-1]}" if len(counts) == 1 else f"{counts[-1]} ({counts[0]})"
 
 
 def memory_table(records: Records, title: str) -> str:
@@ -270,8 +275,9 @@ def report(conditions: dict[str, Any], records: Records) -> str:
         [
             setup(conditions, records),
             "The twin has dense attention and everything else equal, the ceiling mixes nothing. Throughput is SSoG's; "
-            "to another model, how many times that one's: the median, least and greatest ratio within a turn. Memory "
-            "is the most bytes of tensors at once (and of the whole process).",
+            "to another model, how many times that one's: the median, least and greatest ratio within a turn. Of the "
+            "turns, all models took those in brackets, SSoG and the ceiling the others too. Memory is the most bytes "
+            "of tensors at once (and of the whole process).",
             *tables(records).values(),
         ]
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ MODELS = ("ssog", "twin", "unfused", "ceiling", "timm")
 
 BLOCKS, PATCH = 12, 16
 LEAST_TURNS, MOST_TURNS = 3, 50
+
+DUEL = ("ssog", "ceiling")
+"""Where others are so slow that there is time for a few turns only, these two go on: a few percent are between them."""
 
 FILL = 0.8
 """Share of the free memory that the scores of the unfused twin may take; where they need more it is left out."""
@@ -99,11 +102,12 @@ def take_turns(
         calls: What to time, by name; all of it once a turn. What runs out of device memory drops out.
         device: Where the calls run.
         clock: Tells seconds.
-        seconds: About how long; there are at least `LEAST_TURNS` and at most `MOST_TURNS`.
+        seconds: About how long; there are at least `LEAST_TURNS` and at most `MOST_TURNS`. The two of `DUEL` have as
+            many turns as they would have on their own.
         advance: Is told after every turn which share of all turns it was.
 
     Returns:
-        The milliseconds of every turn, by name.
+        The milliseconds of every turn, by name; where lengths differ, the shorter ones are of the first turns.
     """
     calls = dict(calls)
 
@@ -111,9 +115,11 @@ def take_turns(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def turn() -> dict[str, float]:
+    def turn(names: Iterable[str]) -> dict[str, float]:
         times = {}
-        for name, call in list(calls.items()):
+        for name in names:
+            if (call := calls.get(name)) is None:
+                continue
             synchronize()
             start = clock()
             try:
@@ -126,17 +132,21 @@ def take_turns(
             times[name] = 1e3 * (clock() - start)
         return times
 
-    first = turn()
-    count = min(MOST_TURNS, max(LEAST_TURNS, int(1e3 * seconds / max(sum(first.values()), 1e-9))))
+    def turns_in_time(names: Iterable[str]) -> int:
+        return min(MOST_TURNS, max(LEAST_TURNS, int(1e3 * seconds / max(sum(first[name] for name in names), 1e-9))))
+
+    first = turn(tuple(calls))
+    count = turns_in_time(first)
+    total = turns_in_time(DUEL) if set(DUEL) <= set(calls) else count
     # the first turn may still set things up; where turns are so long that there are only a few, this is nothing
     turns = []
     if count == LEAST_TURNS and seconds > 0:
         turns.append(first)
-        advance(1 / count)
-    while len(turns) < count:
-        turns.append(turn())
-        advance(1 / count)
-    return {name: [round(times[name], 3) for times in turns] for name in calls}
+        advance(1 / total)
+    while len(turns) < total:
+        turns.append(turn(tuple(calls) if len(turns) < count else DUEL))
+        advance(1 / total)
+    return {name: [round(times[name], 3) for times in turns if name in times] for name in calls}
 
 
 def measure_models(

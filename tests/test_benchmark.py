@@ -173,6 +173,17 @@ def test_calls_take_turns_and_what_runs_out_of_memory_drops_out() -> None:
     assert len(times["b"]) == 7, "as many turns as there is time for"
     assert len(log) == 8, "and one before them that does not count"
 
+    log.clear()
+    clock = iter([0, 1, 1, 21, 21, 22] + [1 + n for n in range(1000)])
+    calls = {name: (lambda name=name: log.append(name)) for name in ("ssog", "slow", "ceiling")}
+    times = bench_speed.take_turns(calls, torch.device("cpu"), lambda: next(clock), 10.0, shares.append)
+    # twenty of 22 seconds are the slow one's: the other two go on for as long as they would have had alone
+    assert {name: len(found) for name, found in times.items()} == {"ssog": 5, "slow": 3, "ceiling": 5}
+    assert log == ["ssog", "slow", "ceiling"] * 3 + ["ssog", "ceiling"] * 2
+    assert sum(shares) == pytest.approx(3)
+    assert bench_report.ratios({"ms": times}, "slow") == [20.0, 1.0, 1.0], "pairs are of the same turn"
+    assert bench_report.turns({"ms": times}) == "5 (3)"
+
 
 def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

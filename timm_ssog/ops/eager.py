@@ -15,9 +15,9 @@ from torch import Tensor
 
 # Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits: a multiply-add of the
 # stacked form takes as long as this many of the dense form (small products, an intermediate M times the input) ...
-STACKED_COST = 2.0
+STACKED_COST = 2.5
 # ... and so many per component and entry go into building the dense operator, whatever the batch.
-BUILD_COST = 12.0
+BUILD_COST = 25.0
 
 # The stacked form takes all heads in one product where its M-fold intermediate has at most this many bytes and stays in
 # a cache of the CPU anyway; else a head at a time.
