@@ -219,7 +219,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "seconds": 60.0,
         "output": OUTPUT / f"benchmark{'-quick' if options.quick else ''}.json",
     }
-    options.anew = options.quick and options.output is None
+    options.anew = options.quick and not options.output
     for name, value in {**defaults, **(QUICK if options.quick else {})}.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -228,7 +228,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if not 0 <= options.seconds < float("inf"):
         parser.error(f"--seconds must be 0 or more, got {options.seconds}")
-    if Path(options.output).suffix != ".json":
+    if options.output.suffix != ".json":
         parser.error(f"--output must end in .json, as the report goes beside it, got {options.output}")
     if not cells(options):
         parser.error(f"nothing to measure: no setting of {' '.join(options.settings)} has {' '.join(options.models)}")
