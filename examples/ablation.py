@@ -6,12 +6,11 @@ second call takes up where the first one stopped.
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from digits import IMAGE_SIZE, Digits, digit_loader
-from runs import decimal, mean_spread, parse_counts, provenance, run_all, run_options
+from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options
 from timm.utils import random_seed
 from torch.nn import functional as F
 from training import MODEL, RECIPE, accuracy, create_model, train
@@ -50,9 +49,6 @@ ZERO_SHOT = ("default", "attention twin")
 
 EPOCHS = 3
 ZERO_SHOT_SIZES = (IMAGE_SIZE * 3 // 2, IMAGE_SIZE * 2)
-
-RESULTS = Path(__file__).parent / "results" / "ablation.json"
-QUICK_RESULTS = Path(__file__).parents[1] / "output" / "ablation-quick.json"
 
 
 def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, Any]:
@@ -177,9 +173,9 @@ def weakest_gradients(grid: int, images: int = 16) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parse_counts(run_options(__doc__, CHANGES, RESULTS), argv)
+    options = parse_counts(run_options(__doc__, CHANGES), argv)
     epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
-    output = options.output or (QUICK_RESULTS if options.quick else RESULTS)
+    output = results_file(options, "ablation")
     recipe = {
         **RECIPE,
         "epochs": epochs,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_speed import FILL, create, free_bytes, precision, score_bytes, training_step
+from bench_speed import FILL, create, free_bytes, is_out_of_memory, precision, score_bytes, training_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -36,6 +37,8 @@ def measure_apart(task: dict[str, Any]) -> dict[str, int | None] | None:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     command = [sys.executable, str(Path(__file__).resolve()), json.dumps(task)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == -signal.SIGKILL:  # by the system, which had run out of memory
+        return None
     if done.returncode:
         raise SystemExit(f"Measuring the memory of {task} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -52,7 +55,17 @@ def measure(
         resident memory of the whole process, which counts libraries and their workspaces too (None where the system
         cannot tell). None in place of all that if the device has too little memory.
     """
-    on = torch.device(device)
+    try:
+        return _measure(model, size, setting, img_size, batch, training, torch.device(device), bf16)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _measure(
+    model: str, size: str, setting: str, img_size: int, batch: int, training: bool, on: torch.device, bf16: bool
+) -> dict[str, int | None]:
     network = create(model, size, setting, on).train(training)
     images = torch.randn(batch, 3, img_size, img_size, device=on)
     labels = torch.randint(1000, (batch,), device=on)
@@ -65,22 +78,19 @@ def measure(
             with torch.inference_mode(), precision(on, bf16):
                 network(images)
 
-    try:
+    run()
+    saved = saved_bytes(network, images, labels, bf16) if training else None
+    network.zero_grad()
+    if on.type == "cuda":
+        standing = torch.cuda.memory_allocated(on)
+        torch.cuda.reset_peak_memory_stats(on)
         run()
-        saved = saved_bytes(network, images, labels, bf16) if training else None
-        network.zero_grad()
-        if on.type == "cuda":
-            standing = torch.cuda.memory_allocated(on)
-            torch.cuda.reset_peak_memory_stats(on)
-            run()
-            return {
-                "standing": standing,
-                "peak": torch.cuda.max_memory_allocated(on),
-                "saved": saved,
-                "process_peak": None,
-            }
-    except torch.OutOfMemoryError:
-        return None
+        return {
+            "standing": standing,
+            "peak": torch.cuda.max_memory_allocated(on),
+            "saved": saved,
+            "process_peak": None,
+        }
 
     process_peak = None
     if reset_process_peak():
@@ -124,7 +134,7 @@ def peak_allocated(profiler: profile) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
 
 

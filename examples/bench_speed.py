@@ -89,6 +89,11 @@ def free_bytes(device: torch.device) -> float:
     return float("inf")
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether there was too little memory; on the CPU torch has no type for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def take_turns(
     calls: dict[str, Callable[[], Any]],
     device: torch.device,
@@ -99,7 +104,7 @@ def take_turns(
     """Time calls in turns for about some seconds.
 
     Args:
-        calls: What to time, by name; all of it once a turn. What runs out of device memory drops out.
+        calls: What to time, by name; all of it once a turn. What runs out of memory drops out.
         device: Where the calls run.
         clock: Tells seconds.
         seconds: About how long; there are at least `LEAST_TURNS` and at most `MOST_TURNS`. The two of `DUEL` have as
@@ -125,7 +130,9 @@ def take_turns(
             try:
                 call()
                 synchronize()
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 del calls[name]
                 torch.cuda.empty_cache()
                 continue

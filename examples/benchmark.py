@@ -12,6 +12,7 @@ import itertools
 import platform
 from datetime import datetime, timezone
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from bench_speed import (
     models_of,
     wall_clock,
 )
-from runs import results_of, write_results
+from runs import OUTPUT, claimed, results_of, write_results
 from tqdm import tqdm
 
 MEASURES = ("inference", "training", "mixing", "inference memory", "training memory", "cost")
@@ -42,7 +43,7 @@ MEASURES = ("inference", "training", "mixing", "inference memory", "training mem
 IMAGE_SIZES = (224, 384, 512, 768, 1024)
 
 QUICK: dict[str, Any] = {
-    "measures": ["inference", "training", "mixing", "inference memory", "cost"],
+    "measures": ["inference", "training", "inference memory", "cost"],
     "sizes": ["tiny"],
     "settings": ["discrete"],
     "models": ["ssog", "twin", "ceiling"],
@@ -57,9 +58,6 @@ PACE = {"cpu": 4e10, "cuda": 2e13}
 
 PROCESS_SECONDS = 8.0
 """Likewise, for starting the process that a memory figure needs."""
-
-RESULTS = Path(__file__).parent / "results" / "benchmark.json"
-QUICK_RESULTS = Path(__file__).parents[1] / "output" / "benchmark-quick.json"
 
 
 class Cell(NamedTuple):
@@ -80,7 +78,17 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     """All cells that the options ask for; an interruption leaves whole sizes and settings."""
     wanted = itertools.product(options.measures, options.sizes, options.settings, options.img_sizes)
     # what mixes the tokens is the same in every depth setting
-    return [Cell(*cell) for cell in dict.fromkeys(wanted) if cell[0] != "mixing" or cell[2] == options.settings[0]]
+    anywhere = next(iter(SETTINGS))
+    named = [Cell(*cell)._replace(setting=anywhere if cell[0] == "mixing" else cell[2]) for cell in wanted]
+    return [cell for cell in dict.fromkeys(named) if models_of(cell.setting, tuple(options.models))]
+
+
+def is_done(record: dict[str, Any], cell: Cell, options: argparse.Namespace) -> bool:
+    """Whether a record answers what is asked of a cell: all the models, and at least as many seconds of timing."""
+    same = tuple(record[field] for field in Cell._fields) == cell
+    models = set(models_of(cell.setting, tuple(options.models)))
+    long_enough = "ms" not in record or record["seconds"] >= options.seconds
+    return same and models <= set(record["models"]) and long_enough
 
 
 def expected_seconds(cell: Cell, options: argparse.Namespace) -> float:
@@ -104,12 +112,12 @@ def measure(cell: Cell, options: argparse.Namespace, advance: Any) -> dict[str, 
     """Measure a cell.
 
     Returns:
-        Its record: the cell, the batch, and by model ``ms`` of each turn, ``bytes`` or ``counts``. A model that does
-        not fit into memory is None in ``bytes``, and missing in ``ms``.
+        Its record: the cell, the batch, ``models`` and ``seconds`` as asked for, and by model ``ms`` of each turn,
+        ``bytes`` or ``counts``. A model that does not fit into memory is None in ``bytes``, and missing in ``ms``.
     """
     batch = batch_size(cell.img_size, options.batch_size)
     models = models_of(cell.setting, tuple(options.models))
-    record: dict[str, Any] = {**cell._asdict(), "batch": batch}
+    record: dict[str, Any] = {**cell._asdict(), "batch": batch, "models": models, "seconds": options.seconds}
     clock = cpu_clock if options.device.type == "cpu" and options.threads == 1 else wall_clock
     common = (options.device, options.bf16, clock, options.seconds, advance)
     if cell.measure in ("inference", "training"):
@@ -167,7 +175,7 @@ def package_version() -> str:
 
 def cpu_name() -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -187,7 +195,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast) instead of float32")
     parser.add_argument("--seconds", type=float, help="time for each cell, at least three turns (default: 60)")
-    parser.add_argument("--output", type=Path, help="JSON file; .md and .png go beside it (default: examples/results)")
+    parser.add_argument("--output", type=Path, help="JSON file; .md and .png go beside it (default: in output/)")
     parser.add_argument(
         "--quick", action="store_true", help="a minute's look at the tiny model on tiny images; not for results"
     )
@@ -209,8 +217,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "img_sizes": IMAGE_SIZES,
         "batch_size": 4 if options.device.type == "cpu" else 128,
         "seconds": 60.0,
-        "output": QUICK_RESULTS if options.quick else RESULTS,
+        "output": OUTPUT / f"benchmark{'-quick' if options.quick else ''}.json",
     }
+    options.anew = options.quick and not options.output
     for name, value in {**defaults, **(QUICK if options.quick else {})}.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -219,6 +228,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if not 0 <= options.seconds < float("inf"):
         parser.error(f"--seconds must be 0 or more, got {options.seconds}")
+    if options.output.suffix != ".json":
+        parser.error(f"--output must end in .json, as the report goes beside it, got {options.output}")
+    if not cells(options):
+        parser.error(f"nothing to measure: no setting of {' '.join(options.settings)} has {' '.join(options.models)}")
     for img_size in options.img_sizes:
         if img_size < PATCH or img_size % PATCH:
             parser.error(f"--img-sizes must be multiples of the patch size {PATCH}, got {img_size}")
@@ -227,12 +240,28 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
+    if find_spec("matplotlib") is None:
+        raise SystemExit("The figure needs matplotlib: pip install '.[demo]'")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     where = conditions(options)
-    records = results_of(options.output, where)
-    done = {tuple(record[field] for field in Cell._fields) for record in records}
-    left = [cell for cell in cells(options) if cell not in done]
+    with claimed(options.output):
+        records = measure_missing(options, where)
+        text = bench_report.report(where, records)
+        options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        bench_report.figure(records).savefig(options.output.with_suffix(".png"), dpi=120)
+    print(text)
+
+
+def measure_missing(options: argparse.Namespace, where: dict[str, Any]) -> list[dict[str, Any]]:
+    """Measure the cells that the results file has no answer to, and write it after each.
+
+    Returns:
+        All its records.
+    """
+    fields = (*Cell._fields, "batch", "models", "seconds")
+    records = [] if options.anew else results_of(options.output, where, fields)
+    left = [cell for cell in cells(options) if not any(is_done(record, cell, options) for record in records)]
     weights = {cell: expected_seconds(cell, options) for cell in left}
     try:
         with tqdm(
@@ -245,16 +274,14 @@ def main(argv: list[str] | None = None) -> None:
                 before = bar.n
                 record = measure(cell, options, lambda share, weight=weights[cell]: bar.update(share * weight))
                 bar.update(before + weights[cell] - bar.n)
-                records.append(record)
+                replaced = (one for one in records if tuple(one[field] for field in Cell._fields) != cell)
+                records = [*replaced, record]
                 write_results(options.output, where, records)
     except KeyboardInterrupt:
         raise SystemExit(
             f"\nInterrupted. {len(records)} cells are in {options.output}; the same command goes on from there."
         ) from None
-    text = bench_report.report(where, records)
-    print(text)
-    options.output.with_suffix(".md").write_text(text + "\n")
-    bench_report.figure(records).savefig(options.output.with_suffix(".png"), dpi=120)
+    return records
 
 
 if __name__ == "__main__":

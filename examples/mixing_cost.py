@@ -6,17 +6,16 @@ that would have lost the least time over the sweep, to be put into timm_ssog/ops
 
 import argparse
 import itertools
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from runs import claimed, write_results
 from torch import Tensor
 from tqdm import tqdm
 
@@ -29,8 +28,8 @@ COMPONENTS = (1, 2, 4, 8)
 MOST_VALUES = 1 << 20
 """Values a head from which on a larger batch changes nothing but the time that the sweep takes."""
 
-HEADS = 2
-"""On the CPU every head is mixed on its own, so two of them stand for any number."""
+HEADS = 6
+"""As many as the small model has: whether heads are mixed together or one by one depends on their number."""
 
 SAMPLE_SECONDS = 2e-3
 """Least time between two readings of the clock; shorter calls are repeated."""
@@ -155,14 +154,6 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_records(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write all records at once, so that an interruption leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(records, indent=1) + "\n")
-    os.replace(partial, path)
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="samples of every case and form (default: 7)")
@@ -176,6 +167,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
+    with claimed(options.output) if options.output else nullcontext():
+        sweep(options)
+
+
+def sweep(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     cases = list(itertools.product(GRIDS, BATCHES, HEAD_DIMS, COMPONENTS))
@@ -188,9 +184,9 @@ def main(argv: list[str] | None = None) -> None:
     for case in tqdm(cases, unit="case"):
         records += measure(*case, rounds=options.rounds)
     records.sort(key=lambda record: [record["pass"] == "backward", *record["grid"], record["batch"]])
-    if options.output:
-        write_records(options.output, records)
     print(table(records))
+    if options.output:
+        write_results(options.output, {"rounds": options.rounds, "heads": HEADS}, records)
     shipped = eager.STACKED_COST, eager.BUILD_COST
     choices = {
         "shipped": shipped,

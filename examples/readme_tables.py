@@ -26,7 +26,10 @@ REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.
 def results(name: str) -> dict[str, Any] | None:
     """The content of a results file, None if there is no such file."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise SystemExit(f"{path} is no results file: {error}") from error
 
 
 def tables() -> dict[str, str]:
@@ -37,7 +40,7 @@ def tables() -> dict[str, str]:
             found[name] = importlib.import_module(name).table(content["runs"])
     if benchmark := results("benchmark"):
         found["benchmark setup"] = bench_report.setup(benchmark["recipe"], benchmark["runs"])
-        for name, text in bench_report.summary(benchmark["runs"]).items():
+        for name, text in bench_report.summary(benchmark["recipe"], benchmark["runs"]).items():
             found[f"benchmark {name}"] = text
     return found
 
@@ -71,14 +74,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the README agrees with the results")
     options = parser.parse_args(argv)
-    text = README.read_text()
+    text = README.read_text(encoding="utf-8")
     filled = fill(text, tables())
     if filled == text:
         print(f"{README.name} agrees with the results.")
     elif options.check:
         raise SystemExit(f"{README.name} differs from the results: python examples/readme_tables.py")
     else:
-        README.write_text(filled)
+        README.write_text(filled, encoding="utf-8")
         print(f"{README.name} now holds the tables of the results.")
 
 

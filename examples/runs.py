@@ -1,6 +1,7 @@
 """Runs of an experiment over settings and seeds, in one results file that a second call goes on with."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,8 @@ import timm
 import torch
 from tqdm import tqdm
 
+OUTPUT = Path(__file__).parents[1] / "output"
+
 Task = tuple[str, int]
 """A setting and a seed."""
 
@@ -30,8 +33,42 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def results_of(path: Path, recipe: dict[str, Any]) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Keep a results file to this process, which also shows before anything is measured that it can be written.
+
+    Raises:
+        SystemExit: if it cannot be written, or another process has it.
+    """
+    name = path.with_name(f".{path.name}.lock")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = name.open("w")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be written ({error}): name another file with --output.") from error
+    with lock:
+        with contextlib.suppress(ImportError):  # Windows has no such locks
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SystemExit(f"Another process is writing {path}: name another file with --output.") from None
+        try:
+            yield
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def results_of(path: Path, recipe: dict[str, Any], fields: Collection[str]) -> list[dict[str, Any]]:
     """The runs recorded in a results file, none if there is no such file.
+
+    Args:
+        path: The file.
+        recipe: What all its runs must share.
+        fields: What every record must have.
 
     Raises:
         SystemExit: if the file is no results file, or its runs followed another recipe.
@@ -39,21 +76,23 @@ def results_of(path: Path, recipe: dict[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        content = json.loads(path.read_text())
-        found, runs = content["recipe"], content["runs"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found, runs = dict(content["recipe"]), list(content["runs"])
+        for record in runs:
+            for field in fields:
+                record[field]
+    except (ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{path} holds no results of this script ({error!r}): name another --output.") from error
     if found != recipe:
         changed = ", ".join(key for key in {**found, **recipe} if found.get(key) != recipe.get(key))
-        raise SystemExit(f"The runs in {path} followed another recipe ({changed}): delete it or name another --output.")
+        raise SystemExit(f"The runs in {path} followed another recipe ({changed}): name another file with --output.")
     return runs
 
 
 def write_results(path: Path, recipe: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     """Write all runs at once, so that an interruption leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
+    partial.write_text(json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -99,7 +138,19 @@ def run_all(
     Raises:
         SystemExit: if the file does not fit, or on an interruption.
     """
-    runs = results_of(output, recipe)
+    with claimed(output):
+        return _run_missing(output, recipe, settings, seeds, run, jobs)
+
+
+def _run_missing(
+    output: Path,
+    recipe: dict[str, Any],
+    settings: list[str],
+    seeds: int,
+    run: Callable[[str, int], dict[str, Any]],
+    jobs: int,
+) -> list[dict[str, Any]]:
+    runs = results_of(output, recipe, ("setting", "seed", "accuracy"))
     done = {(record["setting"], record["seed"]) for record in runs}
     # seeds outermost: what is interrupted has fewer seeds, not fewer settings
     wanted = [(setting, seed) for seed in range(seeds) for setting in settings]
@@ -118,13 +169,18 @@ def run_all(
     return runs
 
 
-def run_options(description: str | None, settings: Collection[str], results: Path) -> argparse.ArgumentParser:
+def results_file(options: argparse.Namespace, name: str) -> Path:
+    """Where an experiment writes, unless told otherwise: below output/, not over the results of the repository."""
+    return options.output or OUTPUT / f"{name}{'-quick' if options.quick else ''}.json"
+
+
+def run_options(description: str | None, settings: Collection[str]) -> argparse.ArgumentParser:
     """A parser of the options that all experiments have; `parse_counts` reads them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="seeds per setting (default: 3)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
     parser.add_argument("--only", nargs="+", metavar="SETTING", choices=settings, help="run only these settings")
-    parser.add_argument("--output", type=Path, help=f"results file (default: {results.name} in examples/results)")
+    parser.add_argument("--output", type=Path, help="results file (default: named after the script, in output/)")
     parser.add_argument(
         "--quick", action="store_true", help="one epoch over 50 images, to see that it runs; not for results"
     )

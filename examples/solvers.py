@@ -7,13 +7,12 @@ call takes up where the first one stopped.
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
-from runs import decimal, mean_spread, parse_counts, provenance, run_all, run_options
+from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options
 from timm.utils import random_seed
 from training import MODEL, RECIPE, accuracy, create_model, train
 
@@ -33,9 +32,6 @@ SOLVERS: dict[str, dict[str, Any]] = {
 
 FINE_STEPS = 48
 """Steps of rk4 that the accuracy of the exact flow is measured with."""
-
-RESULTS = Path(__file__).parent / "results" / "solvers.json"
-QUICK_RESULTS = Path(__file__).parents[1] / "output" / "solvers-quick.json"
 
 
 def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, Any]:
@@ -91,9 +87,9 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parse_counts(run_options(__doc__, SOLVERS, RESULTS), argv)
+    options = parse_counts(run_options(__doc__, SOLVERS), argv)
     epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
-    output = options.output or (QUICK_RESULTS if options.quick else RESULTS)
+    output = results_file(options, "solvers")
     model = {key: {**MODEL, **INPUT}[key] for key in ("img_size", "patch_size", "embed_dim", "num_heads", "mlp_ratio")}
     recipe = {**RECIPE, **model, "epochs": epochs, "train_images": len(Digits("train", limit=limit))}
     settings = list(options.only or SOLVERS)

@@ -24,6 +24,7 @@ bench_report: Any = importlib.import_module("bench_report")
 bench_speed: Any = importlib.import_module("bench_speed")
 readme_tables: Any = importlib.import_module("readme_tables")
 mixing_cost: Any = importlib.import_module("mixing_cost")
+runs: Any = importlib.import_module("runs")
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -33,13 +34,15 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+CONDITIONS = {"device": "cpu", "threads": 1, "precision": "float32"}
 QUICK = ["--quick", "--sizes", "tiny", "--img-sizes", "32"]
 
 
 def timed(size: str, img_size: int, ms: dict[str, list[float]], **changes: Any) -> dict[str, Any]:
     """A record of times as benchmark.py writes it."""
     cell = {"measure": "inference", "size": size, "setting": "discrete", "img_size": img_size, "batch": 2}
-    return {**cell, "ms": ms, "date": "2026-01-01T00:00:00+00:00", **changes}
+    asked = {"models": list(ms), "seconds": 60.0}
+    return {**cell, **asked, "ms": ms, "date": "2026-01-01T00:00:00+00:00", **changes}
 
 
 def test_benchmark_from_end_to_end(tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     monkeypatch.setattr(benchmark, "measure", measure)
     output = tmp_path / "benchmark.json"
     arguments = ["--sizes", "tiny", "small", "--settings", "discrete", "ode", "--img-sizes", "224"]
-    arguments += ["--measures", "inference", "--output", str(output)]
+    arguments += ["--measures", "inference", "--models", "ssog", "twin", "--output", str(output)]
     with pytest.raises(SystemExit, match=r"2 cells are in .*goes on"):
         benchmark.main(arguments)
     benchmark.main(arguments)
@@ -213,12 +216,66 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     with pytest.raises(SystemExit, match=r"another recipe \(threads, clock\)"):
         benchmark.main([*arguments, "--threads", "2"])
 
+    benchmark.main([*arguments, "--models", "ssog", "--seconds", "1"])
+    assert len(measured) == 5, "less than what is there"
+    benchmark.main([*arguments, "--sizes", "small", "--seconds", "90"])
+    assert len(measured) == 7, "times of fewer seconds than asked for are no answer"
+    benchmark.main([*arguments, "--sizes", "small", "--models", "ssog", "timm", "--settings", "discrete"])
+    assert len(measured) == 8, "nor are those without one of the models"
+    assert len(json.loads(output.read_text())["runs"]) == 4, "and they give way"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"recipe": null, "runs": []}', '{"recipe": {}, "runs": null}', '{"recipe": {}, "runs": [{"a": 1}]}'],
+)
+def test_what_is_no_results_file_is_left_alone(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit, match="holds no results of this script"):
+        benchmark.main([*QUICK, "--output", str(path)])
+    assert path.read_text() == content
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit, match="holds no results of this script"):
+        benchmark.main([*QUICK, "--output", str(path)])
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("measured before the file was looked at"))
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "folder.json", tmp_path / "file" / "results.json"):
+        with pytest.raises(SystemExit, match="cannot be written"):
+            benchmark.main([*QUICK, "--output", str(path)])
+    with runs.claimed(tmp_path / "taken.json"), pytest.raises(SystemExit, match="Another process is writing"):
+        benchmark.main([*QUICK, "--output", str(tmp_path / "taken.json")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.json"], "and no trace is left"
+
+
+def test_a_process_that_the_system_kills_for_memory_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"model": "ssog", "size": "tiny", "img_size": 32, "batch": 1, "training": False, "device": "cpu"}
+    monkeypatch.setattr(bench_memory.sys, "executable", "/bin/false")
+    with pytest.raises(SystemExit, match="failed"):
+        bench_memory.measure_apart(task)
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(bench_memory.subprocess, "run", lambda *_, **__: killed)
+    assert bench_memory.measure_apart(task) is None
+
+
+def test_too_little_memory_on_the_cpu_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as failure:
+        torch.empty(1 << 60)
+    assert bench_speed.is_out_of_memory(failure.value)
+    assert not bench_speed.is_out_of_memory(RuntimeError("shapes do not fit"))
+
 
 def test_ratios_are_medians_within_a_turn() -> None:
     record = timed("tiny", 224, {"ssog": [1.0, 10.0, 2.0], "twin": [3.0, 20.0, 5.0]})
     assert bench_report.speed_up(record, "twin") == 2.5
     assert bench_report.throughput(record, "ssog") == 1000.0
-    assert "| - | 2.50 (2.00 to 3.00) | - | - | 3 |" in bench_report.tables([record])["inference"]
+    assert "| - | 2.50 (2.00 to 3.00) | - | - | 3 |" in bench_report.tables(CONDITIONS, [record])["inference"]
     assert bench_report.speed_up(record, "ceiling") is None
     assert bench_report.throughput(record, "ceiling") is None
 
@@ -232,7 +289,7 @@ def test_growth_is_the_exponent_of_the_tokens() -> None:
     assert bench_report.growth(records, "base", "twin") == pytest.approx(2.0)
     assert bench_report.growth(records, "base", "unfused") is None
     assert bench_report.growth(records[:2], "base", "ssog") is None, "two points are no fit"
-    assert "| base | 1.50 | 2.00 | - |" in bench_report.tables(records)["growth"]
+    assert "| base | 1.50 | 2.00 | - |" in bench_report.tables(CONDITIONS, records)["growth"]
 
 
 def test_targets_are_judged() -> None:
@@ -252,32 +309,33 @@ def test_targets_are_judged() -> None:
         "inference at 1024 px: throughput to ceiling, ≥ 0.88 tiny, discrete": True,
         "inference at 1024 px: throughput to ceiling, ≥ 0.88 base, discrete": False,
         "training at 224 px: throughput to ceiling, ≥ 0.8 small, discrete": False,
-        "inference at 1024 px: throughput to twin, ≥ 3.5 tiny, discrete": False,
-        "inference at 1024 px: throughput to twin, ≥ 2.1 base, discrete": True,
+        "inference at 1024 px, tiny: throughput to twin, ≥ 3.5 tiny, discrete": False,
+        "inference at 1024 px, base: throughput to twin, ≥ 2.1 base, discrete": True,
         "peak memory at 1024 px, tensors: to twin, ≤ 1.0 small, ode": True,
         "peak memory at 1024 px, whole process: to twin, ≤ 1.0 small, ode": False,
         "peak memory at 1024 px, tensors: to twin, unfused, ≤ 0.4 small, ode": True,
     }
-    table = bench_report.tables(records)["targets"]
-    assert "throughput to ceiling, ≥ | 0.88 | 0.87 to 0.89 | 1 of 2 | base, discrete (0.870) |" in table
-    assert bench_report.tables([]) == {}
+    table = bench_report.tables(CONDITIONS, records)["targets"]
+    assert "throughput to ceiling, ≥ | 0.88 | 0.87 to 0.89 | 1 of 2 | base, discrete (0.8700) |" in table
+    assert "targets" not in bench_report.tables({**CONDITIONS, "threads": 2}, records)
+    assert bench_report.tables(CONDITIONS, []) == {}
 
 
 def test_tables_say_what_was_not_measured_and_what_does_not_fit() -> None:
     figures = {"standing": 1, "peak": 3 << 20, "saved": None, "process_peak": 5 << 20}
     record = timed("base", 1024, {}, measure="training memory")
     record["bytes"] = {"ssog": figures, "unfused": None}
-    table = bench_report.tables([record])["training memory"]
+    table = bench_report.tables(CONDITIONS, [record])["training memory"]
     assert table.splitlines()[-1] == "| base, discrete | 1024 | 2 | 3 (5) | - | does not fit | - | - | - | - |"
     record = timed("base", 1024, {"ssog": [4.0, 4.0]})
-    table = bench_report.tables([record])["inference"]
+    table = bench_report.tables(CONDITIONS, [record])["inference"]
     assert table.splitlines()[-1] == "| base, discrete | 1024 | 2 | 500.00 | - | - | - | - | 2 |"
 
 
 def test_summary_leaves_out_the_sizes_in_between() -> None:
     records = [timed("base", px, {"ssog": [4.0]}) for px in (224, 384, 1024)]
-    assert "| 384 |" in bench_report.tables(records)["inference"]
-    summary = bench_report.summary(records)["inference"]
+    assert "| 384 |" in bench_report.tables(CONDITIONS, records)["inference"]
+    summary = bench_report.summary(CONDITIONS, records)["inference"]
     assert "| 384 |" not in summary
     assert "| 224 |" in summary
     assert "| 1024 |" in summary
@@ -349,6 +407,7 @@ def test_bfloat16_is_what_the_models_compute_in() -> None:
         ["--seconds", "nan"],
         ["--device", "cuda:99"],
         ["--device", "abacus"],
+        ["--output", "report.md"],
         ["--device", "meta"],
         ["--measures", "beauty"],
     ],
@@ -363,7 +422,7 @@ def test_benchmark_refuses(arguments: list[str], capsys: pytest.CaptureFixture[s
 def test_mixing_cost_from_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "cost.json"
     printed = run_example("mixing_cost.py", "--quick", "--rounds", "1", "--output", str(output))
-    records = json.loads(output.read_text())
+    records = json.loads(output.read_text())["runs"]
     assert {record["pass"] for record in records} == {"forward", "backward"}
     assert all(record["dense"] > 0 and record["stacked"] > 0 for record in records)
     assert "| fitted |" in printed

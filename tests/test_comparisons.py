@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ def test_matched_comparison_on_a_dataset_of_timms(tmp_path: Path):
     with pytest.raises(SystemExit, match=r"another recipe \(epochs\)"):
         matched.main([*command, "--only", "continuous, tiny, SSoG", "--epochs", "2"])
 
+    shutil.rmtree(tmp_path / "data" / "validation")
+    with pytest.raises(SystemExit, match="must hold images to test on"):
+        matched.main([*command, "--only", "looped, tiny, SSoG", "--output", f"{output}3"])
+
 
 def record(depth: str, width: str, mixer: str, seed: int, accuracy: float) -> dict[str, Any]:
     tested = {f"{scale:g}": accuracy - scale for scale in matched.SCALES}
@@ -98,7 +103,7 @@ def test_differences_are_paired_by_seed_and_judged_by_their_own_spread():
     table = matched.table(runs)
     assert "| looped | tiny | 3 | 90 (-10.0%) | 100 | 17.0 ± 10.0 | 11.0 ± 11.0 | +6.0 ± 1.2 |" in table
     assert "Looped: +6.0 ± 1.2 points over all widths and seeds. SSoG is ahead by more than two" in table
-    assert "5.4, is reached." in table
+    assert "5.4 on CIFAR-100, is reached here." in table
     assert "| looped, SSoG, kernels cells | 16.0 | 15.5 | 15.0 | 14.0 |" in table
     assert "| looped, twin | 10.0 |" in table
     assert "discrete" not in table
@@ -106,7 +111,7 @@ def test_differences_are_paired_by_seed_and_judged_by_their_own_spread():
     even = [record("discrete", "base", mixer, seed, 50.0 + seed) for seed in range(3) for mixer in matched.MIXERS]
     assert "Discrete: +0.0 ± 0.0" in matched.table(even)
     assert "SSoG is not ahead" in matched.table(even)
-    assert "2.2, is not reached." in matched.table(even)
+    assert "2.2 on CIFAR-100, is not reached here." in matched.table(even)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,10 @@ def test_differences_are_paired_by_seed_and_judged_by_their_own_spread():
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--img-size", "-2"], "--img-size must be at least 1, got -2"),
         (["--quick", "--dataset", "torch/cifar100"], "--quick is for the digits"),
+        (["--img-size", "64"], "--img-size goes with --dataset"),
+        (["--dataset", "folder", "--img-size", "48"], "--img-size must be a multiple of 32, got 48"),
+        (["--dataset", "folder", "--workers", "-1"], "--workers must be at least 0, got -1"),
+        (["--device", "abacus"], "--device abacus cannot be used"),
     ],
 )
 def test_matched_refuses_what_it_cannot_use(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -30,7 +30,7 @@ def axis_kernels(
     if offset.shape != width.shape:
         raise ValueError(f"offset and width must have one shape, got {tuple(offset.shape)} and {tuple(width.shape)}.")
     reference_length = length if reference_length is None else reference_length
-    if length < 1 or reference_length <= 0:
+    if length < 1 or not reference_length > 0:
         raise ValueError(
             f"An axis needs at least one cell, got length={length} and reference_length={reference_length}."
         )
