@@ -21,7 +21,7 @@ BUILD_COST = 25.0
 
 # The stacked form takes all heads in one product where its M-fold intermediate has at most this many bytes and stays in
 # a cache of the CPU anyway; else a head at a time.
-CACHE_BYTES = 2 << 20
+CACHE_BYTES = 3 << 19
 
 
 def prefers_dense(batch: int, height: int, width: int, head_dim: int, components: int, backward: bool = False) -> bool:
