@@ -100,6 +100,15 @@ def test_what_the_readme_says_of_the_matched_comparison_was_measured(monkeypatch
     assert [sum(difference < 0 for difference in gains[cell]) for cell in unclear] == [1, 1]
 
 
+def test_what_the_readme_says_of_the_bounds_was_counted():
+    runs = json.loads((ROOT / "examples" / "results" / "benchmark.json").read_text())["runs"]
+    counts = {run["size"]: run["counts"] for run in runs if run["measure"] == "cost" and run["img_size"] == 1024}
+    shares = [counts[size]["ceiling"]["flops"] / counts[size]["ssog"]["flops"] for size in ("tiny", "small", "base")]
+    text = " ".join(README.read_text().split())
+    tiny, small, base = (round(100 * share) for share in shares)
+    assert f"no more than {tiny}, {small} and {base} % of the ceiling can be kept" in text
+
+
 def test_what_the_readme_says_of_the_default_solver_was_measured():
     runs = json.loads((ROOT / "examples" / "results" / "solvers.json").read_text())["runs"]
     of = {(run["setting"], run["seed"]): run for run in runs}
