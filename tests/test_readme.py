@@ -96,6 +96,10 @@ def test_what_the_readme_says_of_the_matched_comparison_was_measured(monkeypatch
     text = " ".join(README.read_text().split())
     assert "In the narrowest shared blocks one of the three seeds does not learn" in text
     assert "in all other cells SSoG is ahead by more than two standard errors" in text
+    longer = json.loads((ROOT / "examples" / "results" / "matched-16-epochs.json").read_text())
+    ours, twin = (run["accuracy"] for run in longer["runs"])
+    assert longer["recipe"]["epochs"] == 16
+    assert f"the small discrete models come to {ours} and {twin} %" in text
     assert unclear == {("looped", "tiny"), ("continuous", "tiny")}
     assert [sum(difference < 0 for difference in gains[cell]) for cell in unclear] == [1, 1]
 
