@@ -1,6 +1,6 @@
 """The paper's comparison: SSoG against its dense attention twin, in three depths and three widths, all else fixed.
 
-On real digits by default, at our scale: an eighth of timm's widths and less, minutes of CPU. With ``--dataset`` the
+On real digits by default, at our scale: a twelfth of timm's widths, minutes of CPU. With ``--dataset`` the
 registered models at 224 px on any dataset of timm's, ``torch/cifar100`` say, for a GPU. A second call takes up where
 the first one stopped.
 """

@@ -17,6 +17,7 @@ from typing import Any
 
 import timm
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 OUTPUT = Path(__file__).parents[1] / "output"
@@ -40,26 +41,21 @@ def claimed(path: Path) -> Iterator[None]:
     Raises:
         SystemExit: if it cannot be written, or another process has it.
     """
-    name = path.with_name(f".{path.name}.lock")
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
     try:
         if path.is_dir():
             raise IsADirectoryError("a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = name.open("w")
-    except (OSError, ValueError) as error:
+        lock.acquire()
+    except Timeout:
+        raise SystemExit(f"Another process is writing {path}: name another file with --output.") from None
+    except OSError as error:
         raise SystemExit(f"{path} cannot be written ({error}): name another file with --output.") from error
-    with lock:
-        with contextlib.suppress(ImportError):  # Windows has no such locks
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SystemExit(f"Another process is writing {path}: name another file with --output.") from None
-        try:
-            yield
-        finally:
-            name.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def results_of(path: Path, recipe: dict[str, Any], fields: Collection[str]) -> list[dict[str, Any]]:
@@ -138,34 +134,23 @@ def run_all(
     Raises:
         SystemExit: if the file does not fit, or on an interruption.
     """
-    with claimed(output):
-        return _run_missing(output, recipe, settings, seeds, run, jobs)
-
-
-def _run_missing(
-    output: Path,
-    recipe: dict[str, Any],
-    settings: list[str],
-    seeds: int,
-    run: Callable[[str, int], dict[str, Any]],
-    jobs: int,
-) -> list[dict[str, Any]]:
-    runs = results_of(output, recipe, ("setting", "seed", "accuracy"))
-    done = {(record["setting"], record["seed"]) for record in runs}
     # seeds outermost: what is interrupted has fewer seeds, not fewer settings
     wanted = [(setting, seed) for seed in range(seeds) for setting in settings]
-    tasks = [task for task in wanted if task not in done]
-    try:
-        with tqdm(total=len(wanted), initial=len(wanted) - len(tasks), unit="run", smoothing=0) as bar:
-            for record in records(run, tasks, jobs):
-                runs.append(record)
-                write_results(output, recipe, runs)
-                bar.set_postfix_str(f"{record['setting']}, seed {record['seed']}: {record['accuracy']:.1f} %")
-                bar.update()
-    except KeyboardInterrupt:
-        raise SystemExit(
-            f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
-        ) from None
+    with claimed(output):
+        runs = results_of(output, recipe, ("setting", "seed", "accuracy"))
+        done = {(record["setting"], record["seed"]) for record in runs}
+        tasks = [task for task in wanted if task not in done]
+        try:
+            with tqdm(total=len(wanted), initial=len(wanted) - len(tasks), unit="run", smoothing=0) as bar:
+                for record in records(run, tasks, jobs):
+                    runs.append(record)
+                    write_results(output, recipe, runs)
+                    bar.set_postfix_str(f"{record['setting']}, seed {record['seed']}: {record['accuracy']:.1f} %")
+                    bar.update()
+        except KeyboardInterrupt:
+            raise SystemExit(
+                f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
+            ) from None
     return runs
 
 

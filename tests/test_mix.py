@@ -293,6 +293,22 @@ def test_cost_rule_sends_small_grids_to_the_dense_form() -> None:
         assert not eager.prefers_dense(64, 64, 64, 64, 4, backward)
 
 
+@pytest.mark.parametrize(("batch", "apart"), [(1, False), (3, False), (4, True), (8, True)])
+def test_heads_are_mixed_apart_where_all_of_them_outgrow_the_cache(
+    batch: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    for name in ("stacked_mix", "_stacked_by_head", "stacked_mix_backward", "_stacked_backward_by_head"):
+        form = getattr(eager, name)
+        monkeypatch.setattr(eager, name, lambda *inputs, form=form, name=name: taken.append(name) or form(*inputs))
+    monkeypatch.setattr(eager, "prefers_dense", lambda *_, **__: False)
+    # 448 KiB of intermediate an image: 14 x 14 tokens, 2 x 73 channels, 4 components, float32
+    values, rows, columns = make_inputs((14, 14), 4, 73, batch, dtype=torch.float32)
+    mix([values.requires_grad_(), rows, columns]).sum().backward()
+    expected = ["_stacked_by_head", "_stacked_backward_by_head"] if apart else ["stacked_mix", "stacked_mix_backward"]
+    assert taken == expected
+
+
 def test_select_implementation_names_one_that_exists() -> None:
     from timm_ssog.ops import dispatch
 

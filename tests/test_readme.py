@@ -111,6 +111,8 @@ def test_what_the_readme_says_of_the_bounds_was_counted():
     text = " ".join(README.read_text().split())
     tiny, small, base = (round(100 * share) for share in shares)
     assert f"no more than {tiny}, {small} and {base} % of the ceiling can be kept" in text
+    tiny, small, base = (4 * (64 + 64) / width for width in (192, 384, 768))
+    assert f"{tiny:.1f} for tiny, {small:.1f} for small and {base:.1f} for base at 1024 px" in text
 
 
 def test_what_the_readme_says_of_the_default_solver_was_measured():

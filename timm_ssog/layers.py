@@ -16,7 +16,7 @@ from torch.jit import Final
 
 from timm_ssog.errors import require_choice, require_positive_int
 from timm_ssog.ops.dispatch import separable_mix
-from timm_ssog.ops.gaussian import gaussian_rows
+from timm_ssog.ops.gaussian import stretched_kernels
 
 AMPLITUDES = ("signed", "convex")
 KERNEL_COORDS = ("relative", "cells")
@@ -58,16 +58,14 @@ def mixing_kernels(
     if offset.dtype != torch.float64:
         offset, width, amplitude = offset.float(), width.float(), amplitude.float()
     sigma = F.softplus(width) + width_min
-    height_unit, width_unit = 1, 1
     if relative:
-        # as shares of the grid, in which a kernel is the same on every grid
         reference = reference_grid.to(offset.dtype)
-        offset, sigma = offset / reference, sigma / reference
-        height_unit, width_unit = grid_height, grid_width
-    centres, spreads = offset.movedim(-1, 0)[..., None, None], sigma.movedim(-1, 0)[..., None, None]
-    rows = gaussian_rows(centres[0], spreads[0], grid_height, height_unit)
-    columns = gaussian_rows(centres[1], spreads[1], grid_width, width_unit)
+        stretch_height, stretch_width = grid_height / reference[0], grid_width / reference[1]
+    else:
+        stretch_height = stretch_width = torch.ones_like(offset[0, 0, 0])
     weight = amplitude.softmax(-1) if convex else amplitude
+    rows = stretched_kernels(offset[..., 0], sigma[..., 0], grid_height, stretch_height)
+    columns = stretched_kernels(offset[..., 1], sigma[..., 1], grid_width, stretch_width)
     return rows * weight[:, :, None, None], columns
 
 

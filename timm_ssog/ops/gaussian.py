@@ -35,22 +35,15 @@ def axis_kernels(
             f"An axis needs at least one cell, got length={length} and reference_length={reference_length}."
         )
     dtype = torch.promote_types(offset.dtype, torch.float32)
-    centre, spread = (tensor.to(dtype)[..., None, None] / reference_length for tensor in (offset, width))
-    return gaussian_rows(centre, spread, length, length)
+    stretch = torch.full((), length / reference_length, device=offset.device, dtype=dtype)
+    return stretched_kernels(offset, width, length, stretch)
 
 
-def gaussian_rows(centre: Tensor, spread: Tensor, length: int, unit: int) -> Tensor:
-    """Axis kernels whose lengths are measured in units of ``unit`` cells; see `axis_kernels`.
-
-    Args:
-        centre: (..., 1, 1) displacement of the component's centre, float32 or wider.
-        spread: (..., 1, 1) standard deviation, positive.
-        length: Cells along the axis.
-        unit: Cells in the unit that both are measured in: 1, or ``length`` for shares of the axis.
-
-    Returns:
-        (..., length, length), each row non-negative and summing to one.
-    """
-    cells = torch.arange(length, device=centre.device, dtype=centre.dtype)
-    z = ((cells - cells[:, None]) / unit - centre) / spread
-    return torch.softmax(z * z * -0.5, dim=-1)
+def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tensor) -> Tensor:
+    """Axis kernels for a stretch held in a tensor, so that nothing waits for the device; see `axis_kernels`."""
+    if offset.dtype != torch.float64:
+        offset, width = offset.float(), width.float()
+    cells = torch.arange(length, device=offset.device, dtype=offset.dtype)
+    displacement = (cells - cells[:, None]) / stretch.to(offset.dtype)
+    z = (displacement - offset[..., None, None]) / width[..., None, None]
+    return torch.softmax(-0.5 * z * z, dim=-1)
