@@ -10,6 +10,7 @@ from torch import nn
 
 import timm_ssog
 from timm_ssog.layers import WIDTH_MIN, AttentionMixer, Block, IdentityMixer, SeparableMixer
+from timm_ssog.ops import eager
 
 
 @pytest.mark.parametrize("amplitude", ["signed", "convex"])
@@ -207,3 +208,13 @@ def test_initial_width_is_the_one_asked_for(width: float) -> None:
     mixer = SeparableMixer(8, 2, (7, 7), init_width=width)
     sigma = torch.nn.functional.softplus(mixer.width.double()) + 0.25
     torch.testing.assert_close(sigma, torch.full_like(sigma, width), rtol=1e-5, atol=0)
+
+
+@torch.no_grad()
+def test_stacked_products_read_kernels_without_a_copy() -> None:
+    rows, columns = SeparableMixer(8, 2, (4, 6), 3).kernels(5, 7)
+    row_stack, column_stack = eager._stacks(rows, columns, torch.float32)
+    assert row_stack.data_ptr() == rows.data_ptr()
+    assert column_stack.data_ptr() == columns.data_ptr()
+    assert row_stack.is_contiguous()
+    assert column_stack.is_contiguous()

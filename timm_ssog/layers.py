@@ -4,6 +4,7 @@ Tokens travel as (batch, height, width, channels), so the grid is always known a
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ MIXERS = ("ssog", "attention", "identity")
 WIDTH_MIN = 0.25
 """Narrowest standard deviation of a component, in cells of the reference grid."""
 
+AHEAD_BYTES = 1 << 20
+"""Most bytes of kernels, in float32, that are built before the blocks that use them."""
+
 
 @torch.fx.wrap  # the looped and continuous models call it before any module of this file is traced
 @register_notrace_function
@@ -39,13 +43,13 @@ def mixing_kernels(
     relative: bool,
     width_min: float = WIDTH_MIN,
 ) -> tuple[Tensor, Tensor]:
-    """Row and column kernels of a mixer on one grid, amplitudes folded into the rows; float32 or wider.
+    """Row and column kernels of one mixer or several on one grid, amplitudes folded into the rows; float32 or wider.
 
     Args:
-        offset: (heads, components, 2), displacement (y, x) in cells of the reference grid.
-        width: (heads, components, 2), unconstrained; the standard deviation is ``softplus(width) + width_min``.
-        amplitude: (heads, components), weights, or their logits where ``convex``.
-        reference_grid: (2,), the grid (height, width) that offset and width are measured on.
+        offset: (..., heads, components, 2), displacement (y, x) in cells of the reference grid.
+        width: (..., heads, components, 2), unconstrained; the standard deviation is ``softplus(width) + width_min``.
+        amplitude: (..., heads, components), weights, or their logits where ``convex``.
+        reference_grid: (..., 2), the grid (height, width) that offset and width are measured on.
         grid_height: Cells of the grid at hand.
         grid_width: Likewise.
         convex: Whether the amplitudes are the softmax of logits.
@@ -53,20 +57,20 @@ def mixing_kernels(
         width_min: Narrowest standard deviation, in cells of the reference grid.
 
     Returns:
-        (heads, components, height, height) and (heads, components, width, width).
+        (..., heads, components, height, height) and (..., heads, components, width, width).
     """
     if offset.dtype != torch.float64:
         offset, width, amplitude = offset.float(), width.float(), amplitude.float()
     sigma = F.softplus(width) + width_min
     if relative:
         reference = reference_grid.to(offset.dtype)
-        stretch_height, stretch_width = grid_height / reference[0], grid_width / reference[1]
+        stretch_height, stretch_width = grid_height / reference[..., 0, None], grid_width / reference[..., 1, None]
     else:
-        stretch_height = stretch_width = torch.ones_like(offset[0, 0, 0])
+        stretch_height = stretch_width = torch.ones_like(offset[..., :1, 0, 0])
     weight = amplitude.softmax(-1) if convex else amplitude
     rows = stretched_kernels(offset[..., 0], sigma[..., 0], grid_height, stretch_height)
     columns = stretched_kernels(offset[..., 1], sigma[..., 1], grid_width, stretch_width)
-    return rows * weight[:, :, None, None], columns
+    return rows * weight[..., None, None], columns
 
 
 register_notrace_function(separable_mix)
@@ -336,6 +340,51 @@ class Block(nn.Module):
         """Apply the block to tokens (batch, height, width, dim); `delta` alone where ``residual`` is False."""
         delta = self.delta(x, kernels, modulation)
         return x + delta if residual else delta
+
+
+def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+    """Kernels of consecutive blocks for tokens (batch, height, width, dim), built in one go where that is faster.
+
+    On a small grid it is not the arithmetic of the kernels that takes the time, but the start of each small operation.
+    Without gradients, the first blocks whose kernels fit `AHEAD_BYTES` together therefore share every operation.
+
+    Returns:
+        A list for the first of the blocks, at least one. None in place of kernels that the block had better build by
+        itself: in training, in a graph, on a large grid, or when it has been replaced, wrapped or moved.
+    """
+    alone: list[tuple[Tensor, Tensor] | None] = [None]
+    if torch.is_grad_enabled() or not isinstance(x, Tensor) or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return alone
+    _, height, width, _ = x.shape
+    mixers: list[SeparableMixer] = []
+    room = AHEAD_BYTES
+    for block in blocks:
+        # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to it alone
+        if type(block) is not Block or type(block.mixer) is not SeparableMixer:
+            break
+        mixer = block.mixer
+        room -= mixer.amplitude.numel() * (height * height + width * width) * 4
+        if room < 0 or mixer.offset.device != x.device or (mixers and _traits(mixer) != _traits(mixers[0])):
+            break
+        mixers.append(mixer)
+    if len(mixers) < 2:
+        return alone
+    rows, columns = mixing_kernels(
+        torch.stack([mixer.offset for mixer in mixers]),
+        torch.stack([mixer.width for mixer in mixers]),
+        torch.stack([mixer.amplitude for mixer in mixers]),
+        torch.stack([mixer.reference_grid for mixer in mixers]),
+        height,
+        width,
+        mixers[0].convex,
+        mixers[0].relative,
+    )
+    return list(zip(rows.unbind(), columns.unbind(), strict=True))
+
+
+def _traits(mixer: SeparableMixer) -> tuple[torch.Size, bool, bool]:
+    """What mixers must have in common to have their kernels built together."""
+    return mixer.amplitude.shape, mixer.convex, mixer.relative
 
 
 def _head_dim(dim: int, num_heads: int) -> int:

@@ -39,7 +39,7 @@ from torch.jit import Final
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.digest import check_digests, without_digests
 from timm_ssog.errors import require_choice, require_positive_int
-from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer
+from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer, kernels_ahead
 from timm_ssog.ode import (
     ADAPTIVE_SOLVERS,
     PER_SAMPLE_SOLVERS,
@@ -360,12 +360,17 @@ class VitSsog(nn.Module):
     def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first ``stop`` steps of depth on tokens; return the last state and those behind ``taps``."""
         states: list[Tensor] = []
+        ahead: list[tuple[Tensor, Tensor] | None] = []
         for index, block in enumerate(self.blocks):
             if index < stop:
-                if self.grad_checkpointing and not torch.jit.is_scripting():
+                if torch.jit.is_scripting():
+                    x = block(x)
+                elif self.grad_checkpointing:
                     x = checkpoint(block, x)
                 else:
-                    x = block(x)
+                    ahead = ahead or kernels_ahead(list(self.blocks)[index:stop], x)
+                    kernels = ahead.pop(0)
+                    x = block(x) if kernels is None else block(x, kernels)
                 if index in taps:
                     states.append(x)
         return x, states

@@ -36,14 +36,25 @@ def axis_kernels(
         )
     dtype = torch.promote_types(offset.dtype, torch.float32)
     stretch = torch.full((), length / reference_length, device=offset.device, dtype=dtype)
-    return stretched_kernels(offset, width, length, stretch)
+    return stretched_kernels(offset[..., None], width[..., None], length, stretch)[..., 0, :, :]
 
 
 def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tensor) -> Tensor:
-    """Axis kernels for a stretch held in a tensor, so that nothing waits for the device; see `axis_kernels`."""
+    """Axis kernels for a stretch held in a tensor, so that nothing waits for the device; see `axis_kernels`.
+
+    Args:
+        offset: (..., components).
+        width: (..., components).
+        length: Cells along the axis.
+        stretch: Of a shape that broadcasts with (...): a scalar, or one for each mixer, say.
+
+    Returns:
+        (..., components, length, length), in memory (..., length, components, length): there the components of a row
+        lie side by side, as `timm_ssog.ops.eager` multiplies them.
+    """
     if offset.dtype != torch.float64:
         offset, width = offset.float(), width.float()
     cells = torch.arange(length, device=offset.device, dtype=offset.dtype)
-    displacement = (cells - cells[:, None]) / stretch.to(offset.dtype)
-    z = (displacement - offset[..., None, None]) / width[..., None, None]
-    return torch.softmax(-0.5 * z * z, dim=-1)
+    displacement = (cells - cells[:, None])[:, None] / stretch.to(offset.dtype)[..., None, None, None]
+    z = (displacement - offset[..., None, :, None]) / width[..., None, :, None]
+    return torch.softmax(-0.5 * z * z, dim=-1).transpose(-3, -2)

@@ -178,8 +178,8 @@ def _packed(kernels: Tensor, dtype: torch.dtype) -> Tensor:
     """Kernels as a contiguous operand, the last axis padded with zeros to a multiple of 16, for aligned loads."""
     length = kernels.shape[-1]
     pitch = -(-length // 16) * 16
-    if pitch == length:
-        return kernels.to(dtype).contiguous()
+    if pitch == length and kernels.dtype == dtype and kernels.is_contiguous():
+        return kernels
     packed = kernels.new_zeros((*kernels.shape[:-1], pitch), dtype=dtype)
     packed[..., :length].copy_(kernels)
     return packed
