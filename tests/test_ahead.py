@@ -96,6 +96,11 @@ def by_other_device(blocks: Any) -> None:
     blocks[1].mixer.to("meta")
 
 
+def by_emptied_parameters(blocks: Any) -> None:
+    for name in ("offset", "width", "amplitude"):  # as DeepSpeed's ZeRO-3 does until the block runs
+        blocks[1].mixer.get_parameter(name).data = torch.empty(0)
+
+
 def by_other_components(blocks: Any) -> None:
     blocks[1].mixer = SeparableMixer(32, 2, (4, 4), num_components=3)
 
@@ -106,7 +111,15 @@ def by_other_amplitude(blocks: Any) -> None:
 
 @pytest.mark.parametrize(
     "replace",
-    [by_subclass, by_other_module, by_parametrized_mixer, by_other_device, by_other_components, by_other_amplitude],
+    [
+        by_subclass,
+        by_other_module,
+        by_parametrized_mixer,
+        by_other_device,
+        by_emptied_parameters,
+        by_other_components,
+        by_other_amplitude,
+    ],
 )
 def test_a_block_that_differs_builds_its_own(build: Build, replace: Callable[[Any], None]) -> None:
     model, images = stirred(build(depth=4)), torch.randn(2, 3, 32, 32)
@@ -114,7 +127,7 @@ def test_a_block_that_differs_builds_its_own(build: Build, replace: Callable[[An
     with torch.no_grad():
         assert kernels_ahead(model.blocks, tokens()) == [None]
         assert len(kernels_ahead(model.blocks[2:], tokens())) == 2
-    if replace is not by_other_device:
+    if replace not in (by_other_device, by_emptied_parameters):
         expected = model(images).detach()
         with torch.no_grad():
             torch.testing.assert_close(model(images), expected)
@@ -140,3 +153,12 @@ def test_graphs_hold_no_kernels_of_other_blocks(build: Build) -> None:
     exported = torch.export.export(model, (images,)).module()
     torch.testing.assert_close(exported(images), expected)
     assert not any(node.target is torch.ops.aten.stack.default for node in exported.graph.nodes)
+
+
+@torch.no_grad()
+def test_an_ensemble_runs_under_vmap(build: Build) -> None:
+    models, images = [stirred(build(depth=2)) for _ in range(2)], torch.randn(2, 3, 32, 32)
+    parameters, buffers = torch.func.stack_module_state(models)
+    together = torch.func.vmap(lambda *state: torch.func.functional_call(models[0], state, images))(parameters, buffers)
+    for logits, model in zip(together, models, strict=True):
+        torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)

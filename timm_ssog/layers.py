@@ -363,8 +363,9 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
         if type(block) is not Block or type(block.mixer) is not SeparableMixer:
             break
         mixer = block.mixer
+        is_here = mixer.offset.device == x.device and mixer.offset.dim() == 3  # elsewhere, or emptied, until it runs
         room -= mixer.amplitude.numel() * (height * height + width * width) * 4
-        if room < 0 or mixer.offset.device != x.device or (mixers and _traits(mixer) != _traits(mixers[0])):
+        if not is_here or room < 0 or (mixers and _traits(mixer) != _traits(mixers[0])):
             break
         mixers.append(mixer)
     if len(mixers) < 2:
