@@ -73,7 +73,7 @@ def test_their_memory_is_bounded(build: Build, monkeypatch) -> None:
     assert len(kernels_ahead(model.blocks, tokens())) == 2
     assert len(kernels_ahead(model.blocks[4:], tokens())) == 1
     assert kernels_ahead(model.blocks, tokens(4, 5)) == [None]
-    torch.testing.assert_close(model(torch.randn(1, 3, 24, 40)).isfinite().all(), torch.tensor(True))
+    assert model(torch.randn(1, 3, 24, 40)).isfinite().all()
 
 
 class Wrapped(Block):
