@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from timm_ssog import layers
 from timm_ssog.layers import Block, SeparableMixer, kernels_ahead
@@ -14,7 +14,7 @@ from timm_ssog.layers import Block, SeparableMixer, kernels_ahead
 Build = Callable[..., Any]
 
 
-def tokens(height: int = 3, width: int = 5) -> torch.Tensor:
+def tokens(height: int = 3, width: int = 5) -> Tensor:
     return torch.randn(1, height, width, 32)
 
 
@@ -158,7 +158,10 @@ def test_graphs_hold_no_kernels_of_other_blocks(build: Build) -> None:
 @torch.no_grad()
 def test_an_ensemble_runs_under_vmap(build: Build) -> None:
     models, images = [stirred(build(depth=2)) for _ in range(2)], torch.randn(2, 3, 32, 32)
-    parameters, buffers = torch.func.stack_module_state(models)
-    together = torch.func.vmap(lambda *state: torch.func.functional_call(models[0], state, images))(parameters, buffers)
+
+    def logits_of(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(models[0], (parameters, buffers), images)
+
+    together = torch.func.vmap(logits_of)(*torch.func.stack_module_state(models))
     for logits, model in zip(together, models, strict=True):
         torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
