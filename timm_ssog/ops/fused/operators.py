@@ -180,7 +180,8 @@ def _packed(kernels: Tensor, dtype: torch.dtype) -> Tensor:
     pitch = -(-length // 16) * 16
     if pitch == length and kernels.dtype == dtype and kernels.is_contiguous():
         return kernels
-    packed = kernels.new_zeros((*kernels.shape[:-1], pitch), dtype=dtype)
+    make = kernels.new_empty if pitch == length else kernels.new_zeros
+    packed = make((*kernels.shape[:-1], pitch), dtype=dtype)
     packed[..., :length].copy_(kernels)
     return packed
 
