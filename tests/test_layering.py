@@ -32,6 +32,7 @@ FLOORS = {
     "timm_ssog.ops.dispatch": 1,
     "timm_ssog.ode": 1,
     "timm_ssog.layers": 2,
+    "timm_ssog.sublayers": 2.5,
     "timm_ssog.vit_ssog": 3,
     "timm_ssog.certificates": 4,
     "timm_ssog.analysis": 4,
