@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import timm_ssog
 from timm_ssog import hub
 from timm_ssog.errors import SolveError
+from timm_ssog.hub.exporting import _BENCHMARK_FIELDS, _RESULT_FIELDS, _read_rows
 
 PACKAGE = str(Path(timm_ssog.__file__).parent)
 TINY: dict[str, Any] = {**SMALL, "img_size": 16, "embed_dim": 8, "num_components": 2}
@@ -461,20 +462,25 @@ def test_the_published_options_and_those_for_users_to_choose_are_no_matter(publi
 @pytest.mark.parametrize("value", [3, "abc", ["a"], [["a", 1]], True])
 def test_export_of_a_run_whose_model_kwargs_are_none(tmp_path: Path, value: Any) -> None:
     write_run(tmp_path / "run")
-    text = (tmp_path / "run/args.yaml").read_text()
-    options = yaml.safe_load(text)
-    options["model_kwargs"] = value
-    (tmp_path / "run/args.yaml").write_text(yaml.safe_dump(options))
+    path = tmp_path / "run/args.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "model_kwargs": value}))
     with pytest.raises(ValueError, match=r"args\.yaml.*model_kwargs"):
         hub.export(tmp_path / "run", tmp_path / "out")
 
 
-@pytest.mark.parametrize("text", ["3", "[1, 2]", '["a"]', "null", "[null]", '{"top1": {}}', "", "top1,top1_err\n1"])
-def test_export_with_malformed_results(tmp_path: Path, text: str) -> None:
-    write_run(tmp_path / "run")
+@pytest.mark.parametrize(
+    "text", ["3", "[1, 2]", '["a"]', "null", "[null]", "[]", '{"top1": {}}', "", "top1,top1_err\n1"]
+)
+@pytest.mark.parametrize("fields", [_RESULT_FIELDS, _BENCHMARK_FIELDS])
+def test_malformed_results(tmp_path: Path, text: str, fields: tuple[str, ...]) -> None:
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(ValueError, match=r"results\.json"):
+        _read_rows(tmp_path / "results.json", fields, parameters=1)
+
+
+def test_export_with_malformed_results_leaves_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "results.json").write_text('["a"]')
+    with pytest.raises(ValueError, match=r"results\.json holds no results"):
         hub.export(tmp_path / "run", tmp_path / "out", results={"test": tmp_path / "results.json"})
-    with pytest.raises(ValueError, match=r"results\.json"):
-        hub.export(tmp_path / "run", tmp_path / "out", benchmark=tmp_path / "results.json")
     assert not (tmp_path / "out").exists()

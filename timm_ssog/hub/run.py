@@ -105,8 +105,8 @@ def read_run(folder: str | Path) -> TrainRun:
     model_kwargs = options.get("model_kwargs")
     if model_kwargs is not None and not isinstance(model_kwargs, dict):
         raise ValueError(
-            f"{folder / 'args.yaml'} must have a mapping of names to values as model_kwargs, got {model_kwargs!r}: it is "
-            f"not what train.py writes."
+            f"{folder / 'args.yaml'} must have a mapping of names to values as model_kwargs, got {model_kwargs!r}: it "
+            f"is not what train.py writes."
         )
     return TrainRun(folder, options, _read_summary(folder / "summary.csv"))
 
