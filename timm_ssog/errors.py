@@ -54,7 +54,7 @@ def require_number(name: str, value: object, expected: str, least: float, most: 
     Raises:
         ValueError: names the option, what was expected, in the words given, and what came.
     """
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= value <= most:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= float(value) <= most:
         raise ValueError(f"{name} must be {expected}, got {value!r}.")
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ def norm_class(norm_layer: Any, dim: int) -> Layer:
     layer: Any = CentreNorm if norm_layer == "centrenorm" else _find("norm_layer", norm_layer, get_norm_layer)
     layer = layer or LayerNorm
     # with another number of everything else, what works on another dimension fails
-    return _tried("norm_layer", norm_layer, layer, (dim,), (1, dim + 1, 3, dim), "'layernorm', 'rmsnorm', 'centrenorm'")
+    made = partial(layer, dim, device=None, dtype=None)
+    _try("norm_layer", norm_layer, made, (1, dim + 1, 3, dim), "'layernorm', 'rmsnorm', 'centrenorm'")
+    return layer
 
 
 def act_class(act_layer: Any) -> Layer:
@@ -32,7 +35,8 @@ def act_class(act_layer: Any) -> Layer:
         ValueError: if timm has no such layer, or it does not keep the shape of its input.
     """
     layer = _find("act_layer", act_layer, get_act_layer) or nn.GELU
-    return _tried("act_layer", act_layer, layer, (), (1, 1, 1, 4), "'gelu', 'relu', 'silu'")
+    _try("act_layer", act_layer, layer, (1, 1, 1, 4), "'gelu', 'relu', 'silu'")
+    return layer
 
 
 def _find(name: str, given: Any, find: Callable[[Any], Any]) -> Any:
@@ -44,9 +48,9 @@ def _find(name: str, given: Any, find: Callable[[Any], Any]) -> Any:
         raise ValueError(f"{name} must be the name of a layer of timm's or a class, got {given!r}.") from error
 
 
-def _tried(name: str, given: Any, layer: Layer, arguments: tuple[int, ...], shape: tuple[int, ...], good: str) -> Layer:
+def _try(name: str, given: Any, layer: Layer, shape: tuple[int, ...], good: str) -> None:
     try:
-        built = layer(*arguments).eval()
+        built = layer().eval()
         with torch.no_grad():
             came = built(torch.zeros(shape, device=next((p.device for p in built.parameters()), None))).shape
     except Exception as error:  # whatever somebody's own layer raises
@@ -59,7 +63,6 @@ def _tried(name: str, given: Any, layer: Layer, arguments: tuple[int, ...], shap
             f"{name} must keep the shape of tokens (batch, height, width, channels), as {good} do, got {given!r}, "
             f"which makes {tuple(came)} of {shape}."
         )
-    return layer
 
 
 def warn_of_other_layers(published: Mapping[str, Any], built: Mapping[str, Any], dim: int) -> None:

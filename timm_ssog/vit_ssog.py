@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     LayerType,
@@ -59,6 +60,14 @@ from timm_ssog.ode import (
 from timm_ssog.sublayers import act_class, norm_class, warn_of_other_layers
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
+
+# called, not traced, by a plain torch.fx tracer (torchvision's) as by timm's own: they branch on sizes and dtypes
+torch.fx.wrap("check_image")
+torch.fx.wrap("as_state")
+torch.fx.wrap("resample_abs_pos_embed_nhwc")
+
+GRIDS = ("mixer.reference_grid", "mixer._extra_state")
+"""Ends of the names under which checkpoints keep reference grids: older ones, and those of today."""
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 
@@ -946,12 +955,12 @@ def _pair(name: str, size: Any) -> tuple[int, int]:
 
 
 def _require_rate(name: str, rate: float) -> None:
-    if not isinstance(rate, numbers.Real) or not 0 <= rate < 1:
+    if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {rate!r}.")
 
 
 def _require_hidden(mlp_ratio: Any, embed_dim: int) -> None:
-    hidden = mlp_ratio * embed_dim if isinstance(mlp_ratio, numbers.Real) else 0
+    hidden = float(mlp_ratio) * embed_dim if isinstance(mlp_ratio, numbers.Real) else 0.0
     if not 1 <= hidden < math.inf:
         raise ValueError(
             f"mlp_ratio must be a finite number that gives the MLP a hidden channel at least, got {mlp_ratio!r} with "
@@ -989,7 +998,9 @@ def _require_no_prefix(class_token: bool, reg_tokens: int) -> None:
 def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     floating = {name for name, parameter in module.named_parameters() if parameter.is_floating_point()}
     for name, tensor in state_dict.items():
-        if not name.startswith(prefix) or not torch.is_tensor(tensor) or tensor.is_meta:
+        if isinstance(name, str) and name.startswith(prefix) and name.endswith(GRIDS):
+            _require_grid(name, tensor)
+        if not isinstance(name, str) or not name.startswith(prefix) or not torch.is_tensor(tensor) or tensor.is_meta:
             continue
         if not tensor.is_floating_point() and name[len(prefix) :] in floating:
             raise ValueError(
@@ -1004,15 +1015,22 @@ def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str
                 f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
                 f"was left as it was. The training run diverged: take an earlier checkpoint."
             )
-        if name.endswith(("mixer.reference_grid", "mixer.reference_grid.digits")):
-            is_count = tensor.dtype is not torch.bool and not tensor.is_complex()
-            is_digits = is_count and tensor.dim() == 2 and tensor.shape[1] == 3
-            grid = grid_of_digits(tensor) if is_digits else tensor
-            if not (is_count and bool((grid >= 1).all())):
-                raise ValueError(
-                    f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
-                    f"{grid.tolist()}; the model was left as it was. The file is damaged: take another copy."
-                )
+
+
+def _require_grid(name: str, tensor: Any) -> None:
+    grid: Any = tensor
+    if torch.is_tensor(tensor) and not tensor.is_meta and not tensor.is_complex() and tensor.dtype != torch.bool:
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            return  # which is said of any tensor
+        grid = grid_of_digits(tensor) if tensor.shape == (2, 3) else tuple(tensor.flatten().tolist())
+        if len(grid) == 2 and min(grid) >= 1:
+            return
+    elif torch.is_tensor(tensor):
+        grid = f"a tensor of {tensor.dtype} on {tensor.device}"
+    raise ValueError(
+        f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got {grid}; the "
+        f"model was left as it was. The file is damaged: take another copy."
+    )
 
 
 def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
