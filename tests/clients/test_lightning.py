@@ -44,7 +44,7 @@ def fit(model: Any, steps: int, callback: Any = None) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
 def test_an_average_is_that_of_the_weights_and_nothing_else(build: Any, images: Tensor, name: str) -> None:
-    model, decay = build(name, img_size=112), 0.992  # a grid of 14 x 14, which in integers decays to 13
+    model, decay = build(name, img_size=112), 0.9  # a grid of 14 x 14, which in integers decays to 13
     after_one, after_two = (fit(copy.deepcopy(model), steps) for steps in (1, 2))
     expected = copy.deepcopy(model)
     with torch.no_grad():

@@ -16,7 +16,9 @@ def test_gradients_of_samples_are_those_of_each_alone(model: Any, images: Tensor
     expected = []
     for image, label in zip(images, labels, strict=True):
         loss = nn.functional.cross_entropy(model(image[None]), label[None])
-        expected.append(dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True)))
+        expected.append(
+            dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+        )
     assert validators.ModuleValidator.validate(model.train(), strict=True) == []
     wrapped = grad_sample.GradSampleModule(model)
     nn.functional.cross_entropy(wrapped(images), labels).backward()

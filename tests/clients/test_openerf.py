@@ -18,9 +18,7 @@ def test_the_field_is_that_of_the_token_in_the_middle(model: Any, tmp_path: Path
     model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "mean": (0.5,) * 3}
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     image.fromarray(pixels).save(tmp_path / "image.png")
-    result = openerf.compute_erf(
-        model, image_dir=tmp_path, target_layer=target, device="cpu", show_progress=False
-    )
+    result = openerf.compute_erf(model, image_dir=tmp_path, target_layer=target, device="cpu", show_progress=False)
 
     std = torch.tensor(model.pretrained_cfg["std"]).view(3, 1, 1)
     normalised = (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - 0.5) / std

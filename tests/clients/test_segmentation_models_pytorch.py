@@ -10,8 +10,14 @@ smp = pytest.importorskip("segmentation_models_pytorch")
 
 def segmenter(name: str, **options: Any) -> Any:
     return smp.DPT(
-        f"tu-{name}", encoder_weights=None, classes=3, decoder_intermediate_channels=(16,) * 4,
-        decoder_fusion_channels=16, dynamic_img_size=True, decoder_readout="ignore", **options,
+        f"tu-{name}",
+        encoder_weights=None,
+        classes=3,
+        decoder_intermediate_channels=(16,) * 4,
+        decoder_fusion_channels=16,
+        dynamic_img_size=True,
+        decoder_readout="ignore",
+        **options,
     )
 
 

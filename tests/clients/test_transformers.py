@@ -23,7 +23,9 @@ def test_the_backbone_returns_the_chosen_steps(name: str, indices: list[int]) ->
 
     model = timm.create_model(name).eval()
     of_backbone = backbone.state_dict()  # without what lies behind the last tap
-    model.load_state_dict({name.removeprefix("_backbone.model."): tensor for name, tensor in of_backbone.items()}, False)
+    model.load_state_dict(
+        {name.removeprefix("_backbone.model."): tensor for name, tensor in of_backbone.items()}, False
+    )
     images = torch.randn(1, 3, 64, 48)
     expected = model.forward_intermediates(images, indices, intermediates_only=True, stop_early=True)
     for ours, theirs in zip(backbone(images).feature_maps, expected, strict=True):
