@@ -1,4 +1,4 @@
-"""openerf: the effective receptive field of the token in the middle, by a hook on ``norm``, as it does for timm's ViT."""
+"""openerf: the effective receptive field of the token in the middle, by a hook on ``norm`` as for timm's ViT."""
 
 from pathlib import Path
 from typing import Any
