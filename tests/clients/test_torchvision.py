@@ -19,7 +19,7 @@ def test_features_are_extracted(model: Any, images: Tensor) -> None:
     assert features["tokens"].shape == (2, 16, 32)
     torch.testing.assert_close(features["tokens"], seen[0])
     torch.testing.assert_close(features["logits"], expected)
-    assert "blocks.1.mlp" in extraction.get_graph_node_names(model)[1]
+    assert "blocks.1.mlp.fc2" in extraction.get_graph_node_names(model)[1]
 
 
 @torch.no_grad()
