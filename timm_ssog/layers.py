@@ -88,8 +88,8 @@ def grid_digits(grid: Sequence[float]) -> Tensor:
     Whatever averages, casts or interpolates checkpoints takes all tensors for weights. Digits are small whole numbers:
     every dtype holds them exactly, and an average a little off still rounds to them.
     """
-    sides = [round(side) for side in grid]
-    return torch.tensor([[side // 256, side // 16 % 16, side % 16] for side in sides], dtype=torch.float32)
+    digits = [[round(side) // 256, round(side) // 16 % 16, round(side) % 16] for side in grid]
+    return torch.tensor(digits, dtype=torch.float32, device="cpu")
 
 
 def grid_of_digits(digits: Tensor) -> tuple[int, int]:
@@ -443,6 +443,8 @@ def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
     # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to its forward alone
     if type(block) is not Block or type(block.mixer) is not SeparableMixer:
         return False
+    if not {"offset", "width", "amplitude"} <= block.mixer._parameters.keys():
+        return False  # computed from others when the mixer is called, as torch.nn.utils.prune does
     offset = block.mixer.offset
     if not isinstance(x, Tensor):  # symbolic tracing, of a module that torch.fx takes as it is
         return True
