@@ -320,3 +320,12 @@ def test_no_buffer_stands_beside_the_parameters(build: Build) -> None:
 def test_a_state_dict_can_be_called_as_it_is(build: Build) -> None:
     model, images = build(), torch.randn(2, 3, 32, 32)
     assert torch.equal(torch.func.functional_call(model, model.state_dict(), (images,)), model(images))
+
+
+def test_a_checkpoint_without_values_loads_where_torch_loads_it(build: Build) -> None:
+    state = {name: tensor.to("meta") for name, tensor in build().state_dict().items()}
+    old = {name.replace("_extra_state", "reference_grid"): tensor for name, tensor in state.items()}
+    for checkpoint in (state, old):
+        model = build(device="meta")
+        model.load_state_dict(checkpoint, assign=True)
+        assert [block.mixer.reference_grid for block in model.blocks] == [(4, 4)] * 2

@@ -102,7 +102,8 @@ def _read_reference_grid(mixer: nn.Module, state_dict: dict[str, Tensor], prefix
     """Accept the two integers of older checkpoints; warn of kernels that come without the grid they are measured on."""
     old, new = prefix + "reference_grid", prefix + "_extra_state"
     if old in state_dict:
-        state_dict[new] = grid_digits(state_dict.pop(old).tolist())
+        grid = state_dict.pop(old)
+        state_dict[new] = grid.new_empty(2, 3) if grid.is_meta else grid_digits(grid.tolist())
     elif new not in state_dict and prefix + "offset" in state_dict:
         grid: Any = mixer.reference_grid
         warnings.warn(
@@ -204,8 +205,9 @@ class SeparableMixer(nn.Module):
         return grid_digits(self.reference_grid)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the reference grid of a checkpoint."""
-        self.reference_grid = grid_of_digits(state)
+        """Take the reference grid of a checkpoint; one without values (on meta) has none to take."""
+        if not state.is_meta:
+            self.reference_grid = grid_of_digits(state)
 
     def kernels(self, grid_height: int, grid_width: int) -> tuple[Tensor, Tensor]:
         """The row and column kernels on a grid; see `mixing_kernels`."""
