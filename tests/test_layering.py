@@ -35,6 +35,16 @@ FLOORS = {
     "timm_ssog.vit_ssog": 3,
     "timm_ssog.certificates": 4,
     "timm_ssog.analysis": 4,
+    # conversion stands beside them, in stairs: teachers, what is read off them, what is done with it, all together
+    "timm_ssog.conversion.teachers": 4.0,
+    "timm_ssog.conversion.report": 4.0,
+    "timm_ssog.conversion.copying": 4.1,
+    "timm_ssog.conversion.statistics": 4.1,
+    "timm_ssog.conversion.kernel_fit": 4.2,
+    "timm_ssog.conversion.refitting": 4.2,
+    "timm_ssog.conversion.aligning": 4.2,
+    "timm_ssog.conversion.converting": 4.3,
+    "timm_ssog.conversion": 4.4,
     "timm_ssog": 5,
     "timm_ssog.hub.run": 6.0,  # the hub is floor 6, in stairs
     "timm_ssog.hub.measure": 6.0,
