@@ -30,26 +30,21 @@ def teacher_states(teacher: Teacher, tokens: Tensor) -> tuple[list[Tensor], Tens
     return states, teacher.finish(tokens)
 
 
-def student_states(student: VitSsog, x: Tensor) -> tuple[list[Tensor], list[int]]:
-    """The student's states from embedded tokens (batch, height, width, channels), and what part of depth each ends.
+def student_states(student: VitSsog, x: Tensor) -> list[Tensor]:
+    """The student's states from embedded tokens (batch, height, width, channels), at equal distances along its depth.
 
     Of a discrete student the state between mixer and MLP and that behind each block; of one with shared blocks the
     states at its feature taps.
-
-    Returns:
-        The states, and for each its depth in half blocks if the whole depth were the teacher's, ``2 * depth`` of it:
-        here as numerators over the number of states.
     """
     if isinstance(student, (LoopedVitSsog, OdeVitSsog)):
-        _, states = student._evolve(x, list(range(student.num_steps)), student.num_steps)
-        return states, list(range(1, len(states) + 1))
+        return student._evolve(x, list(range(student.num_steps)), student.num_steps)[1]
     states = []
     for block in student.blocks:
         x = x + block.mixer(block.norm1(x))  # type: ignore[operator]
         states.append(x)
         x = x + block.mlp(block.norm2(x))  # type: ignore[operator]
         states.append(x)
-    return states, list(range(1, len(states) + 1))
+    return states
 
 
 def matching(count: int, depth: int) -> list[int]:
@@ -91,7 +86,7 @@ def align(
                 tokens = teacher.embed(images)
             targets, logits = teacher_states(teacher, tokens)
             with torch.enable_grad():
-                states, _ = student_states(student, student._embed(images))
+                states = student_states(student, student._embed(images))
                 loss = states[0].new_zeros(())
                 at = matching(len(states), len(teacher.blocks))
                 before = 0
@@ -104,7 +99,8 @@ def align(
                     loss = loss + F.kl_div(
                         ours.log_softmax(-1), logits.log_softmax(-1), reduction="batchmean", log_target=True
                     )
-            if not math.isfinite(float(loss)):
+            losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
                 raise ValueError(
                     "Alignment diverged (its loss is NaN or infinite); the student was left as it was. Convert without "
                     "it, or with a smaller align_rate."
@@ -115,6 +111,5 @@ def align(
             loss.backward()
             optimizer.step()
             done += 1
-            losses.append(float(loss))
         on_progress(f"aligned, epoch {epoch + 1} of {epochs}: loss {sum(losses) / max(1, len(losses)):.3f}")
     optimizer.zero_grad()

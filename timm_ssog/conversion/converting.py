@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def warm_start(
     align_rate: float = RATE,
     blocks: Sequence[int] | None = None,
     labelled: Iterable[Sequence[Tensor]] | None = None,
-    sample: int = 400,
+    sample: int = 1000,
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda step: None,
 ) -> WarmStartReport:
@@ -92,7 +92,7 @@ def warm_start(
 
     work = copy.deepcopy(student).to(seen.model.patch_embed.proj.weight.device).float()
     own_size, own_patch = work.patch_embed.img_size, work.patch_embed.patch_size
-    work.set_input_size(seen.image_size, seen.model.patch_embed.patch_size)
+    _lay_out(work, seen.image_size, seen.model.patch_embed.patch_size)
     with evaluating(teacher, work):
         on_progress(f"reading {len(set(source))} blocks of the teacher")
         moments = empty_moments(seen, source)
@@ -109,8 +109,7 @@ def warm_start(
             on_progress(f"refitting linear maps on {len(kept)} images")
             refit_layers(work, seen, kept)
         if align_epochs:
-            count = -(-sum(map(len, _tensors(seen, images))) // 1) if not hasattr(images, "__len__") else 0
-            steps = len(images) if hasattr(images, "__len__") else count  # type: ignore[arg-type]
+            steps = len(images) if isinstance(images, Sized) else sum(1 for _ in images)
             align(work, seen, _Reiterable(seen, images), steps, align_epochs, align_rate, on_progress)
         on_progress("comparing student and teacher")
         errors, agreement = _compare(work, seen, kept)
@@ -118,7 +117,7 @@ def warm_start(
         maps, kernels = _centre_maps(work, moments, source, seen)
     if any(not torch.isfinite(parameter).all() for parameter in work.parameters()):
         raise ValueError("The conversion ended in NaN; the student was left as it was. Please report this teacher.")
-    work.set_input_size(own_size, own_patch)
+    _lay_out(work, own_size, own_patch)
     student.load_state_dict(work.state_dict())
     heads = tuple(
         HeadReport(index, head, *(float(share[head]) for share in (fit.map_share, fit.value_share, fit.fixed_share)))
@@ -140,6 +139,11 @@ def warm_start(
         mean_maps=maps,
         kernels=kernels,
     )
+
+
+def _lay_out(student: VitSsog, image_size: Any, patch_size: Any) -> None:
+    with torch.random.fork_rng(devices=[]):  # a new patch embedding is initialised before it gets its weights
+        student.set_input_size(image_size, patch_size)
 
 
 def _source_blocks(student: VitSsog, teacher: Teacher, blocks: Sequence[int] | None) -> list[int]:
@@ -230,7 +234,7 @@ def _compare(student: VitSsog, teacher: Teacher, tokens: Tensor) -> tuple[tuple[
     agreed = 0
     for chunk in tokens.split(map_chunk(teacher)):
         targets, logits = teacher_states(teacher, chunk)
-        states, _ = student_states(student, targets[0].float())
+        states = student_states(student, targets[0].float())
         states = states[len(states) // count - 1 :: len(states) // count]
         for number, (state, index) in enumerate(zip(states, matching(count, len(teacher.blocks)), strict=True)):
             target = targets[index].float()

@@ -18,8 +18,8 @@ from timm_ssog.layers import WIDTH_MIN
 from timm_ssog.ops.gaussian import stretched_kernels
 
 RESTARTS = 8
-MAP_STEPS, MAP_RATE = 150, 0.1
-VALUE_STEPS, VALUE_RATE = 100, 0.05
+MAP_STEPS, MAP_RATE = 50, 0.1
+VALUE_STEPS, VALUE_RATE = 250, 0.1
 RIDGE = 1e-3
 """Of the amplitudes, over the mean diagonal of their quadratic form."""
 WIDTH_ABOVE = 0.02
@@ -218,7 +218,10 @@ def _share(error: Tensor, of: Tensor) -> Tensor:
 
 
 def _best_fixed(moments: HeadMoments) -> Tensor:
-    """The least value of the problem over all N x N maps (with a ridge that keeps it from fitting few images)."""
+    """The least of ``a' G a - 2 a' b`` over all N x N maps, as if each were a component of amplitude one.
+
+    A ridge keeps it from fitting few images.
+    """
     tokens = moments.maps.shape[1]
     values = moments.values + RIDGE * torch.eye(tokens, dtype=moments.maps.dtype, device=moments.maps.device)
     centre = torch.full_like(moments.mixed_mean[:, None, :1], 1 / tokens).expand(-1, 1, tokens)
@@ -232,7 +235,7 @@ def _best_fixed(moments: HeadMoments) -> Tensor:
     best = cross - (mean @ intercept[..., None]).mT
     miss = moments.mixed_mean[:, None] - centre @ best @ moments.value_mean
     quadratic = ((best @ moments.values) * best).sum((1, 2)) - 2 * (best * moments.cross).sum((1, 2))
-    return quadratic - tokens * miss.square().sum((1, 2))
+    return quadratic + tokens * (moments.mixed_mean.square().sum(-1) - miss.square().sum((1, 2)))
 
 
 def _starts(heads: int, grid: tuple[int, int], components: int, generator: torch.Generator) -> list[Tensor]:

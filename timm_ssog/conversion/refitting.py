@@ -11,7 +11,7 @@ from timm_ssog.conversion.copying import has_same_head
 from timm_ssog.conversion.teachers import Teacher, after_mixing, after_mlp, attend, map_chunk
 from timm_ssog.vit_ssog import VitSsog
 
-RIDGE = 1e-2
+RIDGE = 1e-3
 """Towards the weights at hand, over the mean diagonal of the inputs' second moments."""
 
 

@@ -256,7 +256,7 @@ def require_as_read(teacher: Teacher, tokens: Tensor) -> None:
         tokens: (batch, tokens, channels), embedded images; one is enough.
 
     Raises:
-        ValueError: names the block whose own forward differs.
+        ValueError: names the block whose own forward differs, or is not finite.
     """
     for index, block in enumerate(teacher.blocks):
         ours = after_mlp(block, after_mixing(block, tokens, attend(block, tokens)))
@@ -264,6 +264,8 @@ def require_as_read(teacher: Teacher, tokens: Tensor) -> None:
             theirs = block(tokens.unflatten(1, teacher.grid)).flatten(1, 2)
         else:
             theirs = block(tokens)
+        if not torch.isfinite(theirs).all():
+            raise ValueError(f"Block {index} of the teacher gives NaN or infinite values on these images.")
         spread = float(theirs.float().std())
         if not torch.allclose(ours.float(), theirs.float(), rtol=0, atol=max(0.02 * spread, 1e-6)):
             raise ValueError(
