@@ -78,7 +78,8 @@ def dense(mixer: Any, grid: tuple[int, int]) -> Tensor:
     heads = []
     for h in range(len(mu)):
         parts = [
-            amplitude[h, m] * torch.kron(axis(height, mu[h, m, 0], sigma[h, m, 0]), axis(width, mu[h, m, 1], sigma[h, m, 1]))
+            amplitude[h, m]
+            * torch.kron(axis(height, mu[h, m, 0], sigma[h, m, 0]), axis(width, mu[h, m, 1], sigma[h, m, 1]))
             for m in range(mu.shape[1])
         ]
         heads.append(torch.stack(parts).sum(0))
@@ -332,7 +333,8 @@ def test_regression_is_ridge_towards_the_weights_at_hand():
 def test_refit_and_alignment_come_nearer_to_the_teacher():
     teacher, images = vit(**AVG), photos(96)
     reports = {}
-    for name, options in (("fit", {}), ("refit", {"refit": True}), ("aligned", {"align_epochs": 2})):
+    runs: dict[str, dict[str, Any]] = {"fit": {}, "refit": {"refit": True}, "aligned": {"align_epochs": 2}}
+    for name, options in runs.items():
         student = student_of(teacher)
         reports[name] = timm_ssog.warm_start(student, teacher, list(images.split(8)), **options)
     assert reports["refit"].state_errors[-1] < reports["fit"].state_errors[-1]
@@ -359,9 +361,7 @@ def test_report_measures_what_the_student_is():
         assert report.student_top1 == pytest.approx(float((ours == labels).float().mean()))
         assert report.teacher_top1 == pytest.approx(float((theirs == labels).float().mean()))
         assert report.agreement == pytest.approx(float((ours == theirs).float().mean()))
-        states = [
-            model.forward_intermediates(images, intermediates_only=True) for model in (student, teacher)
-        ]
+        states = [model.forward_intermediates(images, intermediates_only=True) for model in (student, teacher)]
         for error, state, target in zip(report.state_errors, *states, strict=True):
             spread = (target - target.mean((0, 2, 3), keepdim=True)).square().mean()
             assert error == pytest.approx(float(((state - target).square().mean() / spread).sqrt()), rel=1e-3)

@@ -159,7 +159,9 @@ def _source_blocks(student: VitSsog, teacher: Teacher, blocks: Sequence[int] | N
         return list(range(depth))
     chosen = [min(SHARED_BLOCK + number, depth - 1) for number in range(count)] if blocks is None else list(blocks)
     if len(chosen) != count or not all(isinstance(index, int) and 0 <= index < depth for index in chosen):
-        raise ValueError(f"blocks must name a block of the teacher, 0 to {depth - 1}, for each of the {count}: {blocks}.")
+        raise ValueError(
+            f"blocks must name a block of the teacher, 0 to {depth - 1}, for each of the {count}: {blocks}."
+        )
     return chosen
 
 
@@ -189,9 +191,7 @@ class _Reiterable:
 
 
 @torch.no_grad()
-def _observe_all(
-    teacher: Teacher, images: Iterable[Batch], moments: dict[int, HeadMoments], sample: int
-) -> Tensor:
+def _observe_all(teacher: Teacher, images: Iterable[Batch], moments: dict[int, HeadMoments], sample: int) -> Tensor:
     """Add all images to the moments; returns the first ``sample`` of them, embedded."""
     kept: list[Tensor] = []
     room = sample
@@ -283,6 +283,6 @@ def _content_warnings(heads: Iterable[HeadReport]) -> Iterator[str]:
         for head in group:
             if head.values < PURE_CONTENT:
                 yield (
-                    f"Block {head.block + 1}, head {head.head + 1} is content: its kernels explain {head.values:.1%} of "
-                    f"what it mixes, the best fixed map {head.position:.1%}."
+                    f"Block {head.block + 1}, head {head.head + 1} is content: its kernels explain {head.values:.1%} "
+                    f"of what it mixes, the best fixed map {head.position:.1%}."
                 )

@@ -52,14 +52,15 @@ def check_pair(student: VitSsog, teacher: Teacher, blocks: list[int]) -> list[st
     """
     model = teacher.model
     wanted = student_options(teacher)
-    mixer = student.blocks[0].mixer
+    first: Any = student.blocks[0]
+    mixer = first.mixer
     if not all(isinstance(block.mixer, SeparableMixer) for block in student.blocks):
         raise ValueError(f"The student must mix by SSoG, got {type(mixer).__name__}: create it with mixer='ssog'.")
     for option, theirs, ours in (
         ("embed_dim", wanted["embed_dim"], student.embed_dim),
         ("num_heads", wanted["num_heads"], mixer.num_heads),
         ("in_chans", wanted["in_chans"], student.in_chans),
-        ("mlp_ratio", wanted["mlp_ratio"], student.blocks[0].mlp.fc1.out_features / student.embed_dim),
+        ("mlp_ratio", wanted["mlp_ratio"], first.mlp.fc1.out_features / student.embed_dim),
         ("fc_norm", wanted["fc_norm"], not isinstance(student.fc_norm, nn.Identity)),
     ):
         if theirs != ours:
@@ -76,8 +77,8 @@ def check_pair(student: VitSsog, teacher: Teacher, blocks: list[int]) -> list[st
         raise ValueError("The teacher has a position embedding, the student none: create it with pos_embed='learn'.")
     if _has_pre_norm(model) and not _has_pre_norm(student):
         raise ValueError(
-            "The teacher has a norm before its blocks (pre_norm), the student none: create it with pre_norm=True, where "
-            "this release has that option, or take another teacher."
+            "The teacher has a norm before its blocks (pre_norm), the student none: create it with pre_norm=True, "
+            "or take another teacher."
         )
     notes = []
     if _has_pre_norm(student) and not _has_pre_norm(model):

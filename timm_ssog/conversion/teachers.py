@@ -24,7 +24,7 @@ _REFUSED_BLOCKS = {
     "ResPostBlock": "post-norm blocks",
 }
 _REFUSED_ATTENTION = {"AttentionRope": "rotary positions", "DiffAttention": "differential attention"}
-_REFUSED_MLPS = {name: "a gated MLP" for name in ("GluMlp", "SwiGLU", "SwiGLUPacked", "GatedMlp")}
+_REFUSED_MLPS = dict.fromkeys(("GluMlp", "SwiGLU", "SwiGLUPacked", "GatedMlp"), "a gated MLP")
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,15 @@ def _refuse(what: str, why: str) -> ValueError:
 def _read_twin(model: VitSsog) -> Teacher:
     if isinstance(model, (LoopedVitSsog, OdeVitSsog)):
         raise ValueError(f"The teacher must be a discrete model, got {type(model).__name__}: its blocks are shared.")
-    for block in model.blocks:
+    blocks: list[Any] = list(model.blocks)
+    for block in blocks:
         if not isinstance(block.mixer, AttentionMixer):
             raise ValueError(
                 f"The teacher must mix by attention, got {type(block.mixer).__name__}: create it with "
                 f"mixer='attention'. (A model that mixes by SSoG already needs no conversion.)"
             )
     patch_embed: Any = model.patch_embed
-    return Teacher(model, 0, patch_embed.grid_size, patch_embed.img_size, model.blocks[0].mixer.num_heads)
+    return Teacher(model, 0, patch_embed.grid_size, patch_embed.img_size, blocks[0].mixer.num_heads)
 
 
 def _read_vit(model: VisionTransformer) -> Teacher:
@@ -217,10 +218,11 @@ def _read_vit(model: VisionTransformer) -> Teacher:
         raise _refuse("a norm in its patch embedding", "there is none here")
     if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
         raise _refuse("no final norm", "there is always one here")
-    for block in model.blocks:
+    blocks: list[Any] = list(model.blocks)
+    for block in blocks:
         _check_block(block)
-    attention: Any = model.blocks[0].attn
-    return Teacher(model, model.num_prefix_tokens, patch_embed.grid_size, patch_embed.img_size, attention.num_heads)
+    heads = blocks[0].attn.num_heads
+    return Teacher(model, model.num_prefix_tokens, patch_embed.grid_size, patch_embed.img_size, heads)
 
 
 def _check_block(block: Any) -> None:
