@@ -6,6 +6,7 @@ is one graph break.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -295,9 +296,9 @@ def solve_per_sample(
     Steps land on the requested times. Samples that reached the last one cost nothing further. Differentiable by
     backpropagation through the accepted steps, whose sizes count as constants.
 
-    A sample's result is the same alone and in any batch, to the bit on most machines, because the velocity sees one
-    sample at a time. In one call for all, the rounding of its matrix products depends on their number, and error
-    estimates close to rounding carry that into the step sizes.
+    A sample's result is the same alone and in any batch, to the bit: the velocity sees one sample at a time, in memory
+    of its own, and its step sizes are computed number by number. In one call for all, the rounding of the velocity's
+    matrix products depends on their number, and error estimates close to rounding carry that into the step sizes.
 
     Args:
         velocity: Maps the states of any of the samples to their derivatives.
@@ -570,7 +571,8 @@ def _apply_together(function: Callable[..., tuple[Tensor, ...]], *batches: Tenso
 
 
 def _apply_one_by_one(function: Callable[..., tuple[Tensor, ...]], *batches: Tensor) -> tuple[Tensor, ...]:
-    singles = zip(*(batch.split(1) for batch in batches), strict=True)
+    # copies, for they begin where the allocator aligns them: libraries round by the alignment of what they read, too
+    singles = zip(*([single.clone() for single in batch.split(1)] for batch in batches), strict=True)
     return tuple(map(torch.cat, zip(*(function(*single) for single in singles), strict=True)))
 
 
@@ -639,10 +641,18 @@ def _next_steps(step: Tensor, taken: Tensor, ratio: Tensor, just_rejected: Tenso
         just_rejected: (samples,), whether the try before this one was rejected too, so that growth must wait.
         order: Of the method.
     """
-    change = (SAFETY * ratio ** (-1 / order)).nan_to_num(SHRINK).clamp(SHRINK, GROWTH)
+    # number by number: the rounding of a vectorised power depends on the place of the number in the vector
+    change = torch.tensor([_change(error, order) for error in ratio.tolist()], dtype=step.dtype)
     change = torch.where(just_rejected, change.clamp(max=1.0), change)
     # a step cut short to land says little about the next
     return torch.where((ratio <= 1) & (taken < step), torch.maximum(step, taken * change), taken * change)
+
+
+def _change(ratio: float, order: int) -> float:
+    """What an error over the tolerance multiplies a step by, unless a rejection forbids it to grow."""
+    if math.isnan(ratio):
+        return SHRINK
+    return min(max(SAFETY * max(ratio, sys.float_info.min) ** (-1 / order), SHRINK), GROWTH)
 
 
 def _rms(tensor: Tensor) -> Tensor:

@@ -39,7 +39,17 @@ from torch.jit import Final
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.digest import check_digests, without_digests
 from timm_ssog.errors import require_choice, require_positive_int
-from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer, kernels_ahead
+from timm_ssog.layers import (
+    MIXERS,
+    AttentionMixer,
+    Block,
+    CentreNorm,
+    IdentityMixer,
+    SeparableMixer,
+    grid_of_digits,
+    kernels_ahead,
+    shared_kernels,
+)
 from timm_ssog.ode import (
     ADAPTIVE_SOLVERS,
     PER_SAMPLE_SOLVERS,
@@ -409,18 +419,19 @@ class VitSsog(nn.Module):
         x, states = self._evolve(self._embed(x), take_indices, max_index + 1 if stop_early else self.num_steps)
         intermediates = []
         for state in states:
-            taken = self.norm(state) if norm else state
+            taken = state.flatten(1, 2)
+            taken = self.norm(taken) if norm else taken
             intermediates.append(
-                taken.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken.flatten(1, 2)
+                taken.reshape(state.shape).permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken
             )
         if intermediates_only and not output_dict:
             return intermediates
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": intermediates}
             if not intermediates_only:
-                result["image_features"] = self.norm(x).flatten(1, 2)
+                result["image_features"] = self.norm(x.flatten(1, 2))
             return result
-        return self.norm(x).flatten(1, 2), intermediates
+        return self.norm(x.flatten(1, 2)), intermediates
 
     @torch.jit.ignore()
     def prune_intermediate_layers(
@@ -466,7 +477,7 @@ class VitSsog(nn.Module):
         """Map images to tokens (batch, tokens, embed_dim) behind the final norm."""
         none: list[int] = []
         x, _ = self._evolve(self._embed(x), none, self.num_steps)
-        return self.norm(x).flatten(1, 2)
+        return self.norm(x.flatten(1, 2))
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Pool tokens (batch, tokens, embed_dim) as the model or ``pool_type`` says."""
@@ -541,7 +552,9 @@ class LoopedVitSsog(VitSsog):
         require_positive_int("loops", loops)
         loops = int(loops)
         self.drop_path_rates = _drop_path_rates(self.drop_path_rate, loops)
-        self._set_steps([{"module": f"blocks.{len(self.blocks) - 1}", "loop": loop + 1} for loop in range(loops)])
+        self._set_steps(
+            [{"module": f"blocks.{len(self.blocks) - 1}@loop{loop + 1}", "loop": loop + 1} for loop in range(loops)]
+        )
 
     @property
     def loops(self) -> int:
@@ -587,7 +600,10 @@ class LoopedVitSsog(VitSsog):
         states: list[Tensor] = []
         kernels: list[tuple[Tensor, Tensor] | None] = []
         for block in self.blocks:
-            kernels.append(block.mixer.kernels(height, width))
+            if torch.jit.is_scripting():
+                kernels.append(block.mixer.kernels(height, width))
+            else:
+                kernels.append(shared_kernels(block, x))
         for loop in range(stop):
             trained = min(loop, self.trained_loops - 1)
             if self.loop_embed is not None:
@@ -741,7 +757,7 @@ class OdeVitSsog(VitSsog):
     @torch.jit.ignore()
     def _describe_step(self, index: int) -> dict[str, Any]:
         block = min(int(index * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
-        return {"module": f"blocks.{block}", "time": (index + 1) * self.step_size}
+        return {"module": f"blocks.{block}@step{index + 1}", "time": (index + 1) * self.step_size}
 
     @torch.jit.ignore()
     def _truncate(self, steps: int) -> None:
@@ -762,7 +778,11 @@ class OdeVitSsog(VitSsog):
         state = as_state(x)
         states: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            kernels = block.mixer.kernels(height, width)
+            kernels: tuple[Tensor, Tensor] | None = None
+            if torch.jit.is_scripting():
+                kernels = block.mixer.kernels(height, width)
+            else:
+                kernels = shared_kernels(block, x)
             first = index * self.steps_per_block
             steps = min(self.steps_per_block, stop - first)
             phase: Tensor | None = None
@@ -810,7 +830,6 @@ class OdeVitSsog(VitSsog):
         """Solve by `timm_ssog.ode`, one block's part of the horizon after the other."""
         if self.training:
             _require_no_noise(self.drop_path_rate, self.jitter, self.solver, self.adjoint)
-        _, height, width, _ = x.shape
         dtype = x.dtype
         state = as_state(x)
         states, traces = [], []
@@ -823,8 +842,7 @@ class OdeVitSsog(VitSsog):
             wanted = taps if self.is_fixed_step else range(stop)
             ends = [step for step in wanted if start + slack < (step + 1) * self.step_size < last - slack]
             times = [start, *((step + 1) * self.step_size for step in ends), last]
-            kernels = block.mixer.kernels(height, width)
-            solved, trace = self._solve_block(block, state, kernels, times, dtype)  # type: ignore[arg-type]
+            solved, trace = self._solve_block(block, state, shared_kernels(block, x), times, dtype)  # type: ignore[arg-type]
             traces.append(trace)
             state = solved[-1]
             at = dict(zip(ends, solved, strict=False))
@@ -948,11 +966,13 @@ def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str
                 f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
                 f"was left as it was. The training run diverged: take an earlier checkpoint."
             )
-        if name.endswith("mixer.reference_grid") and bool((tensor < 1).any()):
-            raise ValueError(
-                f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
-                f"{tensor.tolist()}; the model was left as it was. The file is damaged: take another copy."
-            )
+        if name.endswith(("mixer.reference_grid", "mixer.reference_grid.digits")):
+            grid = grid_of_digits(tensor) if tensor.dim() == 2 and tensor.shape[1] == 3 else tensor
+            if bool((grid < 1).any()):
+                raise ValueError(
+                    f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
+                    f"{grid.tolist()}; the model was left as it was. The file is damaged: take another copy."
+                )
 
 
 def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
