@@ -17,7 +17,7 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class Images:
-    """Pixels (count, channels, 32, 32) of uint8 with labels (count,), and how a model takes and a training changes them.
+    """Pixels (count, channels, 32, 32) of uint8 with labels (count,), and how they are normalised and augmented.
 
     Attributes:
         pixels: The images.

@@ -130,10 +130,10 @@ def test_copied_block_is_the_teachers_where_the_maps_are_kernels(family):
 @torch.no_grad()
 def test_twin_is_a_teacher():
     torch.manual_seed(0)
-    twin = timm.create_model("vit_ssog_tiny", mixer="attention", **VIT).eval()
+    twin: Any = timm.create_model("vit_ssog_tiny", mixer="attention", **VIT).eval()
     seen = read_teacher(twin)
     teachers.require_as_read(seen, seen.embed(photos()))
-    student = student_of(twin)
+    student: Any = student_of(twin)
     report = timm_ssog.warm_start(student, twin, [photos(32)])
     assert len(report.heads) == 4
     assert torch.equal(student.patch_embed.proj.weight, twin.patch_embed.proj.weight)
@@ -423,7 +423,7 @@ def test_student_of_another_grid_keeps_it_and_the_teachers_scale(options):
     assert other.patch_embed.img_size == ((64, 64) if options["img_size"] == 64 else (48, 64))
     for ours, theirs in zip(other.blocks, same.blocks, strict=True):
         assert torch.equal(ours.mixer.offset, theirs.mixer.offset)
-        assert ours.mixer.reference_grid.tolist() == [3, 4]
+        assert ours.mixer.reference_grid().tolist() == [3, 4]
     same.set_input_size(other.patch_embed.img_size, other.patch_embed.patch_size)
     images = photos(2, other.patch_embed.img_size)
     with torch.no_grad():

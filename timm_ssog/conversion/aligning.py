@@ -11,7 +11,9 @@ from timm_ssog.conversion.copying import has_same_head
 from timm_ssog.conversion.teachers import Teacher, after_mixing, after_mlp, attend
 from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
-RATE = 1e-3
+RATE = 5e-4
+STEP_IMAGES = 10
+"""Images of a step: many small steps come nearer to the teacher than few large ones in the same time."""
 
 
 @torch.no_grad()
@@ -56,7 +58,7 @@ def align(
     student: VitSsog,
     teacher: Teacher,
     batches: Iterable[Tensor],
-    steps: int,
+    batches_per_epoch: int,
     epochs: int = 1,
     rate: float = RATE,
     on_progress: Callable[[str], None] = lambda step: None,
@@ -67,7 +69,7 @@ def align(
         student: The student, with the teacher's grid, in eval mode: nothing in it is random.
         teacher: The teacher.
         batches: Batches of images, as often as it is iterated.
-        steps: Batches of an epoch, for the learning rate's cosine.
+        batches_per_epoch: For the learning rate's cosine.
         epochs: Passes.
         rate: First learning rate.
         on_progress: Called with a line per epoch.
@@ -78,38 +80,41 @@ def align(
     with_logits = has_same_head(student, teacher)
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=rate)
-    done, total = 0, max(1, steps * epochs)
+    done, total = 0, max(1, batches_per_epoch * epochs)
     for epoch in range(epochs):
         losses: list[float] = []
-        for images in batches:
-            with torch.no_grad():
-                tokens = teacher.embed(images)
-            targets, logits = teacher_states(teacher, tokens)
-            with torch.enable_grad():
-                states = student_states(student, student._embed(images))
-                loss = states[0].new_zeros(())
-                at = matching(len(states), len(teacher.blocks))
-                before = 0
-                for state, index in zip(states, at, strict=True):
-                    update = (targets[index] - targets[before if index > before else index - 1]).square().mean()
-                    loss = loss + (state - targets[index]).square().mean() / update.clamp_min(1e-12)
-                    before = index
-                if with_logits:
-                    ours = student.forward_head(student.norm(states[-1]).flatten(1, 2))
-                    loss = loss + F.kl_div(
-                        ours.log_softmax(-1), logits.log_softmax(-1), reduction="batchmean", log_target=True
-                    )
-            losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):
-                raise ValueError(
-                    "Alignment diverged (its loss is NaN or infinite); the student was left as it was. Convert without "
-                    "it, or with a smaller align_rate."
-                )
+        for batch in batches:
+            # within a batch the rate stays: how many steps the batches to come hold is not known
             for group in optimizer.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done / total))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
             done += 1
+            for images in batch.split(STEP_IMAGES):
+                with torch.enable_grad():
+                    loss = _distance(student, teacher, images, with_logits)
+                losses.append(float(loss.detach()))
+                if not math.isfinite(losses[-1]):
+                    raise ValueError(
+                        "Alignment diverged (its loss is NaN or infinite); the student was left as it was. Convert "
+                        "without it, or with a smaller align_rate."
+                    )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
         on_progress(f"aligned, epoch {epoch + 1} of {epochs}: loss {sum(losses) / max(1, len(losses)):.3f}")
     optimizer.zero_grad()
+
+
+def _distance(student: VitSsog, teacher: Teacher, images: Tensor, with_logits: bool) -> Tensor:
+    targets, logits = teacher_states(teacher, teacher.embed(images).detach())
+    states = student_states(student, student._embed(images))
+    loss = states[0].new_zeros(())
+    before = 0
+    for state, index in zip(states, matching(len(states), len(teacher.blocks)), strict=True):
+        update = (targets[index] - targets[before if index > before else index - 1]).square().mean()
+        loss = loss + (state - targets[index]).square().mean() / update.clamp_min(1e-12)
+        before = index
+    if with_logits:
+        ours = student.forward_head(student.norm(states[-1]).flatten(1, 2))
+        divergence = F.kl_div(ours.log_softmax(-1), logits.log_softmax(-1), reduction="batchmean", log_target=True)
+        loss = loss + divergence
+    return loss

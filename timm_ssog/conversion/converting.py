@@ -17,7 +17,7 @@ from timm_ssog.conversion.report import PURE_CONTENT, HeadReport, WarmStartRepor
 from timm_ssog.conversion.statistics import HeadMoments, empty_moments, observe
 from timm_ssog.conversion.teachers import Teacher, evaluating, map_chunk, read_teacher, require_as_read
 from timm_ssog.errors import require_positive_int
-from timm_ssog.layers import SeparableMixer
+from timm_ssog.layers import SeparableMixer, grid_digits
 from timm_ssog.ops.naive import dense_operator
 from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
@@ -59,7 +59,8 @@ def warm_start(
             sequences that begin with one, as a loader gives them. A few hundred images do. Iterated once, and
             ``align_epochs`` times more.
         refit: Refit ``proj``, ``fc2`` and ``head`` by ridge regression. Fine-tune at 1e-3 or less then.
-        align_epochs: Passes over the images in which the student is trained to the teacher's states.
+        align_epochs: Passes over the images in which the student is trained to the teacher's states, ten images a
+            step: give them shuffled.
         align_rate: Learning rate of these.
         blocks: The teacher's block (from 0) for each block of a student with shared blocks; by default the second
             and those behind it. A discrete student takes them all.
@@ -221,7 +222,7 @@ def _install(mixer: SeparableMixer, fit: FittedKernels, grid: tuple[int, int]) -
     """Put fitted kernels into a mixer, and what they miss on average into its bias."""
     for name in ("offset", "width", "amplitude"):
         getattr(mixer, name).copy_(getattr(fit, name))
-    mixer.reference_grid.copy_(torch.tensor(grid))
+    mixer.reference_grid.digits.copy_(grid_digits(torch.tensor(grid)))
     mixer.proj.bias += mixer.proj.weight @ fit.shift.flatten().to(mixer.proj.weight)
 
 

@@ -1,8 +1,8 @@
 """Gaussian kernels fitted to a head's maps and values, amplitudes in closed form at every step (variable projection).
 
 With K the sum of the components, S = E[V V'], C = E[O V'] and a free intercept, the mean squared error of K V is, but
-for a constant, ``tr(K S K') - 2 tr(K C') - N |E[o] - mean_i(K E[V])|^2``: quadratic in the amplitudes. As a component is
-a Kronecker product of two axis kernels, ``tr(K_m S K_n')`` is S contracted with ``R_m' R_n`` on its row axes and
+for a constant, ``tr(K S K') - 2 tr(K C') - N |E[o] - mean_i(K E[V])|^2``: quadratic in the amplitudes. As a component
+is a Kronecker product of two axis kernels, ``tr(K_m S K_n')`` is S contracted with ``R_m' R_n`` on its row axes and
 ``X_m' X_n`` on its column axes: N^2 multiply-adds a pair instead of N^3. Variable projection: Golub and Pereyra (1973).
 """
 

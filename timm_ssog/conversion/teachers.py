@@ -24,7 +24,7 @@ _REFUSED_BLOCKS = {
     "ResPostBlock": "post-norm blocks",
 }
 _REFUSED_ATTENTION = {"AttentionRope": "rotary positions", "DiffAttention": "differential attention"}
-_REFUSED_MLPS = dict.fromkeys(("GluMlp", "SwiGLU", "SwiGLUPacked", "GatedMlp"), "a gated MLP")
+_REFUSED_MLPS: dict[str, str] = dict.fromkeys(("GluMlp", "SwiGLU", "SwiGLUPacked", "GatedMlp"), "a gated MLP")
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,7 @@ def _read_vit(model: VisionTransformer) -> Teacher:
     if getattr(model, "attn_pool", None) is not None:
         raise _refuse("attention pooling", "vit_ssog pools over the grid")
     patch_embed: Any = model.patch_embed
+    image_size: Any = patch_embed.img_size
     if type(patch_embed) is not PatchEmbed:
         raise _refuse(f"a {type(patch_embed).__name__}", "the patch embedding here is one convolution")
     if not isinstance(patch_embed.norm, nn.Identity):
@@ -222,7 +223,7 @@ def _read_vit(model: VisionTransformer) -> Teacher:
     for block in blocks:
         _check_block(block)
     heads = blocks[0].attn.num_heads
-    return Teacher(model, model.num_prefix_tokens, patch_embed.grid_size, patch_embed.img_size, heads)
+    return Teacher(model, model.num_prefix_tokens, patch_embed.grid_size, image_size, heads)
 
 
 def _check_block(block: Any) -> None:
