@@ -127,11 +127,11 @@ def _named_by_width(width: int) -> str:
 
 
 def _create_student(name: str, options: Mapping[str, Any], seed: int) -> VitSsog:
+    if not name.startswith("vit_ssog"):
+        raise ValueError(f"The student must be one of the vit_ssog models, got {name}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        student = timm.create_model(name, **options)
-    if not isinstance(student, VitSsog):
-        raise ValueError(f"The student must be one of the vit_ssog models, got {name}.")
+        student: Any = timm.create_model(name, **options)
     return student
 
 
