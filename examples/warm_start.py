@@ -1,12 +1,13 @@
 """From a trained ViT to a published SSoG model, on one's own image folder.
 
-DATA has train/ and validation/, a folder per class in each. The classes are new to the teacher, so it gets a head of its
-own first, by ridge regression on its features (no training), then everything goes the way of a warm start: convert,
+DATA has train/ and validation/, a folder per class in each. Where the classes are new to the teacher, it gets a head
+for them first, by ridge regression on its features (no training). Then everything goes the way of a warm start: convert,
 fine-tune by timm's distillation, write a folder that timm loads. `python -m timm_ssog warm-start` does the conversion
 alone, train.py with recipes/warm_start.yaml the training at scale.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,8 @@ def main(argv: list[str] | None = None) -> None:
 
     teacher: Any = timm.create_model(options.teacher, pretrained=True).eval()
     config = resolve_data_config({}, model=teacher)
-    splits: dict[str, Any] = {
-        split: create_dataset(
-            "", root=str(options.data), split=split, input_img_mode="L" if teacher.in_chans == 1 else "RGB"
-        )
-        for split in ("train", "validation")
-    }
+    read = partial(create_dataset, "", root=str(options.data), input_img_mode="L" if teacher.in_chans == 1 else "RGB")
+    splits: dict[str, Any] = {split: read(split=split) for split in ("train", "validation")}
     for dataset in splits.values():
         dataset.transform = create_transform(**config, is_training=False)
     order = torch.randperm(len(splits["train"]), generator=torch.Generator().manual_seed(0)).tolist()
@@ -105,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     report = timm_ssog.warm_start(student, teacher, still, labelled=tests)
     print(report)
     loader = create_loader(
-        create_dataset("", root=str(options.data), split="train"),
+        read(split="train"),  # type: ignore[arg-type]
         input_size=config["input_size"],
         batch_size=options.batch_size,
         is_training=True,

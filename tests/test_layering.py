@@ -43,6 +43,7 @@ FLOORS = {
     "timm_ssog.conversion.kernel_fit": 4.2,
     "timm_ssog.conversion.refitting": 4.2,
     "timm_ssog.conversion.aligning": 4.2,
+    "timm_ssog.conversion.picture": 4.2,
     "timm_ssog.conversion.converting": 4.3,
     "timm_ssog.conversion": 4.4,
     "timm_ssog": 5,

@@ -12,6 +12,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from torch import Tensor, nn
 
 import timm_ssog
+from timm_ssog import conversion
 from timm_ssog.conversion import copying, kernel_fit, read_teacher, refitting, statistics, student_options, teachers
 
 VIT: dict[str, Any] = {"img_size": (24, 32), "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -376,6 +377,20 @@ def test_report_measures_what_the_student_is():
     assert report.mean_maps.shape == report.kernels.shape == (4, 3, 4)
     maps = heads_of(teacher, images, 0)[0][:, :, 1:, 1:].mean(1)
     torch.testing.assert_close(report.mean_maps[:2].flatten(1), maps[:, 1 * 4 + 2].float(), rtol=1e-4, atol=1e-5)
+
+
+def test_picture_shows_the_worst_heads_first():
+    teacher = vit(**AVG)
+    report = timm_ssog.warm_start(student_of(teacher), teacher, [photos(16)])
+    figure = conversion.kernel_fits(report, heads=3)
+    titles = [axis.get_title() for axis in figure.axes[:3]]
+    worst = sorted(report.heads, key=lambda head: head.values)[:3]
+    assert [title.split("\n")[0] for title in titles] == [f"block {h.block + 1}, head {h.head + 1}" for h in worst]
+    index = report.heads.index(worst[0])
+    assert (figure.axes[0].images[0].get_array() == report.mean_maps[index].numpy()).all()
+    assert (figure.axes[3].images[0].get_array() == report.kernels[index].numpy()).all()
+    with pytest.raises(ValueError, match="heads must be an integer"):
+        conversion.kernel_fits(report, heads=0)
 
 
 def test_a_head_of_content_is_named():

@@ -88,8 +88,8 @@ def test_teacher_and_student_see_the_same_pixels_in_distillation(teacher, images
 
     out = tmp_path / "out"
     assert command(teacher, out, images) == 0
-    student = timm.create_model(f"local-dir:{out}", pretrained=True)
-    task = LogitDistillationTask(student, teacher, criterion=torch.nn.CrossEntropyLoss(), verbose=False)
+    student: Any = timm.create_model(f"local-dir:{out}", pretrained=True)
+    task: Any = LogitDistillationTask(student, teacher, criterion=torch.nn.CrossEntropyLoss(), verbose=False)
     pixels = torch.randn(2, 3, 32, 32)
     assert task.teacher.normalize_input(pixels, task.student_mean, task.student_std) is pixels
     # the trap: train.py --mean changes the loader's normalisation and not this one

@@ -2,7 +2,8 @@
 
 from timm_ssog.conversion.converting import warm_start
 from timm_ssog.conversion.copying import student_options
+from timm_ssog.conversion.picture import kernel_fits
 from timm_ssog.conversion.report import HeadReport, WarmStartReport
 from timm_ssog.conversion.teachers import read_teacher
 
-__all__ = ["HeadReport", "WarmStartReport", "read_teacher", "student_options", "warm_start"]
+__all__ = ["HeadReport", "WarmStartReport", "kernel_fits", "read_teacher", "student_options", "warm_start"]
