@@ -1,9 +1,9 @@
 """From a trained ViT to a published SSoG model, on one's own image folder.
 
 DATA has train/ and validation/, a folder per class in each. Where the classes are new to the teacher, it gets a head
-for them first, by ridge regression on its features (no training). Then everything goes the way of a warm start: convert,
-fine-tune by timm's distillation, write a folder that timm loads. `python -m timm_ssog warm-start` does the conversion
-alone, train.py with recipes/warm_start.yaml the training at scale.
+for them first, by ridge regression on its features (no training). Then everything goes the way of a warm start:
+convert, fine-tune by timm's distillation, write a folder that timm loads. `python -m timm_ssog warm-start` does the
+conversion alone, train.py with recipes/warm_start.yaml the training at scale.
 """
 
 import argparse
