@@ -145,6 +145,18 @@ def test_failing_plugin_warns_and_leaves_timm_working(tmp_path: Path) -> None:
     assert "TIMM_SSOG_AUTOLOAD=0" in result.stderr
 
 
+def test_folder_that_hides_an_editable_install_warns(tmp_path: Path) -> None:
+    (tmp_path / "timm_ssog").mkdir()
+    # before everything else on the path, as the directory of a script is; the real package is found later, if at all
+    code = "import sys, timm; print(timm.is_model('vit_tiny_patch16_224'), timm.is_model('vit_ssog_tiny'))"
+    result = run_python(code, tmp_path, PYTHONPATH=str(tmp_path))
+    if result.stdout.split() == ["True", "True"]:
+        pytest.skip("this package is installed so that no folder can hide it")
+    assert result.stdout.split() == ["True", "False"], result.stderr
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert f"{tmp_path / 'timm_ssog'} is a folder without __init__.py" in result.stderr
+
+
 def test_failing_plugin_is_not_tried_again(tmp_path: Path) -> None:
     result = run_stand_ins(
         "import timm, importlib, torch; importlib.reload(timm.models); import timm.models; print(timm.create_model())",
@@ -299,22 +311,25 @@ def test_threads_importing_timm_and_the_plugin_crosswise(tmp_path: Path) -> None
     assert result.stdout.split() == ["['ssog']"]
 
 
-def test_installing_costs_under_a_millisecond(tmp_path: Path) -> None:
+def test_installing_does_next_to_nothing(tmp_path: Path) -> None:
+    """Every `import torch` pays for it: no import, no file, and few calls."""
     result = run_python(
         """
-        import sys, time, timm_ssog_autoload
-        seconds = []
-        for _ in range(50):
-            started = time.perf_counter()
-            timm_ssog_autoload.install()
-            seconds.append(time.perf_counter() - started)
-            assert type(sys.meta_path.pop(0)).__module__ == "timm_ssog_autoload"
-        print(min(seconds))
+        import sys, timm_ssog_autoload
+        loaded, calls, opened = set(sys.modules), [], []
+        sys.addaudithook(lambda event, arguments: opened.append(event) if event in ("open", "import") else None)
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        timm_ssog_autoload.install()
+        sys.setprofile(None)
+        assert type(sys.meta_path.pop(0)).__module__ == "timm_ssog_autoload"
+        print(len(set(sys.modules) - loaded), len(opened), len(calls))
         """,
         tmp_path,
     )
     assert_silent(result)
-    assert float(result.stdout) < 1e-3
+    modules, files, calls = map(int, result.stdout.split())
+    assert modules == files == 0
+    assert calls < 200
 
 
 @pytest.mark.parametrize(
