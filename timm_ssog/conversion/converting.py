@@ -17,7 +17,7 @@ from timm_ssog.conversion.report import PURE_CONTENT, HeadReport, WarmStartRepor
 from timm_ssog.conversion.statistics import HeadMoments, empty_moments, observe
 from timm_ssog.conversion.teachers import Teacher, evaluating, map_chunk, read_teacher, require_as_read
 from timm_ssog.errors import require_positive_int
-from timm_ssog.layers import SeparableMixer, grid_digits
+from timm_ssog.layers import SeparableMixer
 from timm_ssog.ops.naive import dense_operator
 from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
@@ -222,7 +222,7 @@ def _install(mixer: SeparableMixer, fit: FittedKernels, grid: tuple[int, int]) -
     """Put fitted kernels into a mixer, and what they miss on average into its bias."""
     for name in ("offset", "width", "amplitude"):
         getattr(mixer, name).copy_(getattr(fit, name))
-    mixer.reference_grid.digits.copy_(grid_digits(torch.tensor(grid)))
+    mixer.reference_grid = grid
     mixer.proj.bias += mixer.proj.weight @ fit.shift.flatten().to(mixer.proj.weight)
 
 
