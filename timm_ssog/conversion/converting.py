@@ -58,7 +58,7 @@ def warm_start(
         images: Batches (batch, in_chans, height, width) of the teacher's image size, normalised as for the teacher, or
             sequences that begin with one, as a loader gives them. A few hundred images do. Iterated once, and
             ``align_epochs`` times more.
-        refit: Refit ``proj``, ``fc2`` and ``head`` by ridge regression. Fine-tune at 1e-3 or less then.
+        refit: Refit ``proj``, ``fc2`` and ``head`` by ridge regression. Fine-tune at 5e-4 or less then.
         align_epochs: Passes over the images in which the student is trained to the teacher's states, ten images a
             step: give them shuffled.
         align_rate: Learning rate of these.

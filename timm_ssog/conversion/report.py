@@ -88,7 +88,7 @@ class WarmStartReport:
         )
         if self.refitted or self.aligned:
             return text + (
-                "The student works without training, below its teacher; fine-tune it at a learning rate of 1e-3 or "
+                "The student works without training, below its teacher; fine-tune it at a learning rate of 5e-4 or "
                 "less, a larger one undoes the refit."
             )
         return text + (
