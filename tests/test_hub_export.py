@@ -315,9 +315,9 @@ def test_damaged_runs_leave_everything_as_it_was(
 @pytest.mark.parametrize(
     ("step", "error"),
     [
-        ("save_for_hf", OSError("No space left on device")),
-        ("measure", KeyboardInterrupt()),
-        ("render_card", ValueError("a hole")),
+        ("folder.save_for_hf", OSError("No space left on device")),
+        ("exporting.measure", KeyboardInterrupt()),
+        ("exporting.render_card", ValueError("a hole")),
     ],
 )
 def test_whatever_fails_nothing_is_half_written(
@@ -328,7 +328,7 @@ def test_whatever_fails_nothing_is_half_written(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(f"timm_ssog.hub.exporting.{step}", fail)
+    monkeypatch.setattr(f"timm_ssog.hub.{step}", fail)
     for name in ("model", "new"):
         with pytest.raises(type(error)):
             hub.export(tmp_path / "run", tmp_path / "out" / name)

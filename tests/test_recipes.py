@@ -51,7 +51,7 @@ def parsed(path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_there_are_recipes() -> None:
-    assert [path.name for path in RECIPES] == ["cifar100.yaml", "imagenet1k.yaml"]
+    assert [path.name for path in RECIPES] == ["cifar100.yaml", "imagenet1k.yaml", "warm_start.yaml"]
     assert "UNTESTED" in RECIPES[1].read_text().splitlines()[0]
 
 

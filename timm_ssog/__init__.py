@@ -3,6 +3,7 @@
 from timm_ssog import analysis
 from timm_ssog.analysis import trace_solve
 from timm_ssog.certificates import Certificate, certify, local_lipschitz
+from timm_ssog.conversion import WarmStartReport, warm_start
 from timm_ssog.errors import SolveError
 from timm_ssog.ode import SolveTrace
 from timm_ssog.ops.dispatch import separable_mix
@@ -16,10 +17,12 @@ __all__ = [
     "SolveError",
     "SolveTrace",
     "VitSsog",
+    "WarmStartReport",
     "analysis",
     "axis_kernels",
     "certify",
     "local_lipschitz",
     "separable_mix",
     "trace_solve",
+    "warm_start",
 ]

@@ -85,6 +85,13 @@ def push(arguments: Sequence[str]) -> int:
     return push_command(arguments)
 
 
+def warm_start(arguments: Sequence[str]) -> int:
+    """Turn a trained ViT into a folder with a converted model; see `timm_ssog.hub`."""
+    from timm_ssog.hub.commands import warm_start_command
+
+    return warm_start_command(arguments)
+
+
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a Python script as ``python SCRIPT`` would, but with the models registered.
 
@@ -177,6 +184,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "info": (info, "print versions, models, the mixing path on each device and the discovery hook"),
     "export": (export, "turn an output folder of train.py into a folder to publish: RUN_DIR OUT_DIR"),
     "push": (push, "push an exported folder to the Hugging Face Hub: OUT_DIR owner/name"),
+    "warm-start": (warm_start, "turn a trained ViT into a vit_ssog model: TEACHER OUT_DIR --data-dir DIR"),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m timm_ssog export`` and ``python -m timm_ssog push``."""
+"""``python -m timm_ssog export``, ``python -m timm_ssog push`` and ``python -m timm_ssog warm-start``."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from timm_ssog.hub.exporting import DTYPES, export
 from timm_ssog.hub.pushing import push
 from timm_ssog.hub.run import BEST
+from timm_ssog.hub.warm_starting import REPORT, convert
 
 
 def export_command(arguments: Sequence[str]) -> int:
@@ -93,6 +94,54 @@ def push_command(arguments: Sequence[str]) -> int:
             print(f"dry run: would push these {len(published.files)} files to {options.repo_id}")
         else:
             print(f'done: timm.create_model("{published.source}", pretrained=True)')
+
+    return _report(run)
+
+
+def warm_start_command(arguments: Sequence[str]) -> int:
+    """Convert a trained ViT; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m timm_ssog warm-start",
+        description="Turn a trained ViT into a vit_ssog model in a folder that timm loads, with a report.",
+    )
+    parser.add_argument(
+        "teacher", metavar="TEACHER", help="anything timm.create_model takes: a name, local-dir:, hf-hub:"
+    )
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to write; an earlier conversion there is replaced")
+    parser.add_argument("--data-dir", required=True, metavar="DIR", help="image folder, a folder per class in it")
+    parser.add_argument("--model", help="the student (default: the discrete one of the teacher's width)")
+    parser.add_argument("--images", type=int, default=2000, help="to read the attention on (default: 2000)")
+    parser.add_argument("--refit", action="store_true", help="refit linear maps, for use without further training")
+    parser.add_argument(
+        "--align", type=int, nargs="?", const=1, default=0, metavar="EPOCHS", help="train to the teacher's states"
+    )
+    parser.add_argument("--val-split", metavar="NAME", help="part of DIR with the teacher's classes, for top-1")
+    parser.add_argument("--num-classes", type=int, help="a new head of so many classes in place of the teacher's")
+    parser.add_argument("--batch-size", type=int, default=32, help="images of a batch (default: 32)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read images (default: 2)")
+    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of images and the fits (default: 0)")
+    options = parser.parse_args(arguments)
+
+    def run() -> None:
+        report = convert(
+            options.teacher,
+            options.out_dir,
+            options.data_dir,
+            model=options.model,
+            images=options.images,
+            refit=options.refit,
+            align_epochs=options.align,
+            val_split=options.val_split,
+            num_classes=options.num_classes,
+            batch_size=options.batch_size,
+            workers=options.workers,
+            device=options.device,
+            seed=options.seed,
+            on_progress=_say,
+        )
+        print(report)
+        print(f'done: timm.create_model("local-dir:{options.out_dir}", pretrained=True); the report is in {REPORT}')
 
     return _report(run)
 

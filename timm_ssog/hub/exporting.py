@@ -1,31 +1,32 @@
 """From the output folder of train.py to a folder that can be published, all of it or nothing."""
 
-import contextlib
 import csv
 import hashlib
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import yaml
-from timm.data import resolve_data_config
-from timm.models import save_for_hf
 
 from timm_ssog import VitSsog
-from timm_ssog.digest import digest_notes
 from timm_ssog.errors import require_choice
 from timm_ssog.hub.card import ABOUT, RECORD, check_about, read_about, render_card
+from timm_ssog.hub.folder import (
+    PUBLISHED_FACTS,
+    WEIGHTS,
+    replacing,
+    require_same_when_loaded,
+    write_json,
+    write_model,
+)
 from timm_ssog.hub.measure import certificate, measure
 from timm_ssog.hub.options import unseen_options
 from timm_ssog.hub.run import BEST, TrainedWeights, TrainRun, read_run, read_weights
 
-WEIGHTS = "model.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # rates of random noise in training: no part of the function that was learned, and a bar to adaptive solvers
@@ -91,16 +92,16 @@ def export(
     model, arguments = build_trained(run, weights)
     check_about(facts, model.num_classes)
     model.to(DTYPES[dtype])
-    with _replacing(out) as folder:
+    with replacing(out) as folder:
         on_progress(f"writing {WEIGHTS} and config.json")
-        config = _write_model(folder, model, arguments, run, facts)
+        config = write_model(folder, model, arguments, run.options, **{key: facts.get(key) for key in PUBLISHED_FACTS})
         on_progress("loading them again, to compare")
         model.float()
-        _require_same_when_loaded(folder, model)
+        require_same_when_loaded(folder, model)
         on_progress("counting operations, certifying")
         _write_run(folder, run, weights, config, dtype)
         input_size = tuple(config["pretrained_cfg"]["input_size"])
-        _write_json(folder / "run/measured.json", measure(model, input_size))
+        write_json(folder / "run/measured.json", measure(model, input_size))
         (folder / "run/certificate.json").write_text(certificate(model, input_size).to_json() + "\n", encoding="utf-8")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if results:
@@ -109,9 +110,9 @@ def export(
                 for split, files in results.items()
                 for row in _read_rows(files, _RESULT_FIELDS, parameters)
             ]
-            _write_json(folder / "run/results.json", rows)
+            write_json(folder / "run/results.json", rows)
         if benchmark:
-            _write_json(folder / "run/benchmark.json", _read_rows(benchmark, _BENCHMARK_FIELDS, parameters))
+            write_json(folder / "run/benchmark.json", _read_rows(benchmark, _BENCHMARK_FIELDS, parameters))
         (folder / ABOUT).write_bytes(about_text)
         if (out / RECORD).exists():
             shutil.copyfile(out / RECORD, folder / RECORD)
@@ -164,52 +165,6 @@ def build_trained(run: TrainRun, weights: TrainedWeights) -> tuple[VitSsog, dict
     return model.eval(), {**getattr(model, "_model_args", {}), **arguments, **unseen_options(model)}
 
 
-def _write_model(
-    folder: Path, model: Any, arguments: dict[str, Any], run: TrainRun, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    data_config = resolve_data_config({**run.options, "in_chans": model.in_chans}, model=model)
-    data_config["input_size"] = (model.in_chans, *data_config["input_size"][1:])
-    for key in ("mean", "std"):  # of the default, three channels
-        if len(data_config[key]) not in (1, model.in_chans):
-            data_config[key] = (sum(data_config[key]) / len(data_config[key]),) * model.in_chans
-    model.pretrained_cfg.update(data_config)
-    save_for_hf(model, str(folder), model_args=arguments, safe_serialization=True)
-    (folder / WEIGHTS).chmod(0o666 & ~_umask())  # safetensors makes its files private
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    # transformers' wrapper passes the number of classes itself; timm takes it from the configuration
-    config.get("model_args", {}).pop("num_classes", None)
-    if facts.get("label_names"):
-        config["label_names"] = facts["label_names"]
-    state_dict = model.state_dict()
-    config["pretrained_cfg"] |= {
-        "tag": facts.get("tag"),
-        "license": facts.get("license"),
-        # without it, timm asks for a pickle first and takes it where the safetensors file can't be had
-        "hf_hub_filename": WEIGHTS,
-        "notes": digest_notes(state_dict, config["architecture"], config.get("model_args", {})),
-    }
-    config["pretrained_cfg"] = {key: value for key, value in config["pretrained_cfg"].items() if value is not None}
-    _write_json(path, config)
-    return config
-
-
-@torch.no_grad()
-def _require_same_when_loaded(folder: Path, model: VitSsog) -> None:
-    loaded: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    channels, height, width = loaded.pretrained_cfg["input_size"]
-    images = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
-    state = model.state_dict()
-    same_state = loaded.state_dict().keys() == state.keys() and all(
-        torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items()
-    )
-    if not same_state or not torch.equal(loaded(images), model(images)):
-        raise ValueError(
-            "The exported folder does not load as the model that was trained; nothing was written. Please report this "
-            "with the run's args.yaml."
-        )
-
-
 def _write_run(folder: Path, run: TrainRun, weights: TrainedWeights, config: dict[str, Any], dtype: str) -> None:
     (folder / "run").mkdir()
     arguments = {k: v for k, v in config.get("model_args", {}).items() if k not in ("in_chans", "global_pool")}
@@ -238,7 +193,7 @@ def _write_run(folder: Path, run: TrainRun, weights: TrainedWeights, config: dic
         "bytes": (folder / WEIGHTS).stat().st_size,
         "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
     }
-    _write_json(folder / "run/checkpoint.json", facts)
+    write_json(folder / "run/checkpoint.json", facts)
 
 
 def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dict[str, Any]]:
@@ -277,10 +232,6 @@ def _number(value: Any) -> Any:
     return int(number) if number.is_integer() and "." not in value else number
 
 
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _require_replaceable(out: Path) -> None:
     if not out.exists():
         return
@@ -298,31 +249,3 @@ def _require_replaceable(out: Path) -> None:
             f"{out} is an earlier export, and a new one would delete what is not of it: {', '.join(sorted(foreign))}. "
             f"Move that elsewhere, or name another folder."
         )
-
-
-@contextlib.contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place if all goes well, and is gone if not."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".new", dir=out.parent))
-    old = folder.with_suffix(".old")
-    try:
-        yield folder
-        folder.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
-        if out.exists():
-            out.rename(old)
-        try:
-            folder.rename(out)
-        except BaseException:
-            if old.exists():
-                old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
