@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.epochs:
         finetune(student, teacher, loader, options.epochs, options.lr)
     print(f"top-1 after {options.epochs} epochs: {accuracy(student, tests):.1f} %")
-    config = {"label_names": names}
-    save_for_hf(student, str(options.out), model_args=arguments, model_config=config, safe_serialization=True)
+    labels = {"label_names": names}
+    save_for_hf(student, str(options.out), model_args=arguments, model_config=labels, safe_serialization=True)
     print(f'timm.create_model("local-dir:{options.out}", pretrained=True)')
 
 
