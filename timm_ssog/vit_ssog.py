@@ -6,6 +6,7 @@ The operator is defined in `timm_ssog.ops`, the block in `timm_ssog.layers`.
 
 import math
 import operator
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.jit import Final
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.digest import check_digests, without_digests
 from timm_ssog.errors import require_choice, require_positive_int
+from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
 from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer, kernels_ahead
 from timm_ssog.ode import (
     ADAPTIVE_SOLVERS,
@@ -52,6 +54,9 @@ from timm_ssog.ode import (
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
+
+STEM = r"^pos_embed|patch_embed|norm_pre"
+"""Parameters in front of all depth, for layer decay."""
 
 
 @register_notrace_function
@@ -111,6 +116,7 @@ class VitSsog(nn.Module):
         class_token: bool = False,
         reg_tokens: int = 0,
         pos_embed: str = "learn",
+        pre_norm: bool = False,
         fc_norm: bool = False,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
@@ -144,6 +150,7 @@ class VitSsog(nn.Module):
             class_token: Only False is possible; here so that asking for one says why.
             reg_tokens: Likewise, only 0.
             pos_embed: ``"learn"`` or ``"none"``.
+            pre_norm: Normalise the tokens (LayerNorm, whatever ``norm_layer`` is) before the first block.
             fc_norm: Move the final norm behind the pooling.
             dynamic_img_size: Take any multiple of the patch size at call time.
             dynamic_img_pad: Take any size at call time, padded to a multiple of the patch size.
@@ -158,6 +165,8 @@ class VitSsog(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         require_choice("mixer", mixer, MIXERS)
         require_choice("pos_embed", pos_embed, ("learn", "none", ""))
+        if not isinstance(pre_norm, bool):
+            raise ValueError(f"pre_norm must be True or False, got {pre_norm!r}.")
         require_positive_int("depth", depth)
         depth = int(depth)  # of numpy, say: timm wants Python's
         require_positive_int("embed_dim", embed_dim)
@@ -200,6 +209,7 @@ class VitSsog(nn.Module):
         )
         self.pos_embed = nn.Parameter(torch.empty(1, *grid_size, embed_dim, **dd)) if pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = LayerNorm(embed_dim, **dd) if pre_norm else nn.Identity()
 
         if mixer == "ssog":
             mixer_layer: Any = partial(
@@ -253,6 +263,22 @@ class VitSsog(nn.Module):
         named_apply(partial(_init_weights, needs_reset=needs_reset), self)
 
     @torch.jit.ignore()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights as torch does.
+
+        Raises:
+            RuntimeError: as torch's, and if the weights are those of a model of the other ``pre_norm``.
+        """
+        theirs, ours = "norm_pre.weight" in state_dict, not isinstance(self.norm_pre, nn.Identity)
+        # torch doesn't tell its hooks whether a load is strict
+        if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
+            raise RuntimeError(
+                f"The weights are of a model {'with' if theirs else 'without'} a norm before its first block (norm_pre), "
+                f"and this one has pre_norm={ours}: create it with pre_norm={theirs}."
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are positions and scales, not weights."""
         kernel_parameters = ("mixer.offset", "mixer.width", "mixer.amplitude")
@@ -262,7 +288,7 @@ class VitSsog(nn.Module):
     @torch.jit.ignore()
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer decay."""
-        return {"stem": r"^pos_embed|patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {"stem": STEM, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
 
     @torch.jit.ignore()
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -342,7 +368,7 @@ class VitSsog(nn.Module):
         if self.pos_embed is not None:
             _, height, width, _ = x.shape
             x = x + resample_abs_pos_embed_nhwc(self.pos_embed, [height, width])
-        return self.pos_drop(x)
+        return self.norm_pre(self.pos_drop(x))
 
     @torch.jit.ignore()
     def _set_steps(self, steps: list[dict[str, Any]]) -> None:
@@ -566,8 +592,8 @@ class LoopedVitSsog(VitSsog):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer decay."""
         return {
-            "stem": r"^pos_embed|patch_embed",
-            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm", (99999,))],
+            "stem": STEM,
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm\.", (99999,))],
         }
 
     @torch.jit.ignore()
@@ -652,6 +678,8 @@ class OdeVitSsog(VitSsog):
         per_sample: bool = False,
         max_evaluations: int = 1000,
         jitter: bool = False,
+        flow_penalty: str = "none",
+        flow_weight: float = 1.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         **kwargs: Any,
@@ -671,6 +699,9 @@ class OdeVitSsog(VitSsog):
                 a fixed-step method.
             max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
             jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
+            flow_penalty: What the gradient of `forward` minimises in training beside the loss, so that the model becomes
+                the flow of its equation (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
+            flow_weight: How strongly, relative to the gradient of the loss; 0 for not at all.
             proj_drop_rate: Only 0 is possible; here so that asking for dropout says why.
             drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
             **kwargs: Arguments of `VitSsog`.
@@ -686,7 +717,12 @@ class OdeVitSsog(VitSsog):
             raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
         if solver in ADAPTIVE_SOLVERS or adjoint:
             _require_no_noise(drop_path_rate, jitter, solver, adjoint)
+        require_choice("flow_penalty", flow_penalty, FLOW_PENALTIES)
+        if not isinstance(flow_weight, (int, float)) or not 0 <= flow_weight < math.inf:
+            raise ValueError(f"flow_weight must be 0 or more, and finite, got {flow_weight!r}.")
         super().__init__(depth=depth, **kwargs)
+        self.flow_penalty = flow_penalty
+        self.flow_weight = float(flow_weight)
         self.horizon = float(horizon)
         self.block_span = self.horizon / depth
         self.drop_path_rate = drop_path_rate
@@ -750,11 +786,62 @@ class OdeVitSsog(VitSsog):
         self.drop_path_rates = self.drop_path_rates[:steps]
         self._set_steps([self._describe_step(index) for index in range(steps)])
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (batch, in_chans, height, width) to logits (batch, num_classes).
+
+        In training, the gradient of whatever loss is made of the logits carries that of the flow penalty.
+        """
+        if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
+            if torch.jit.is_scripting():
+                raise RuntimeError("A scripted model can't train with a flow penalty: create it with flow_weight=0.")
+            elif not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+                logits, penalties = self.forward_with_penalty(x)
+                return pull_on_backward(logits, penalties, self.flow_weight)
+        return self.forward_head(self.forward_features(x))
+
+    @torch.jit.ignore()
+    def forward_with_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the flow penalty with its gradient, whose mean a loop of one's own adds to its loss.
+
+        Other than in `forward`, the gradient of the logits does not carry the penalty: nothing is counted twice, and
+        ``flow_weight`` is not applied.
+
+        Args:
+            x: Images (batch, in_chans, height, width).
+
+        Returns:
+            (logits, penalties), with logits (batch, num_classes) and penalties (batch,).
+
+        Raises:
+            ValueError: if the model has no flow penalty, or its solver no error to penalise.
+        """
+        if self.flow_penalty == "none":
+            raise ValueError(
+                "This model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'."
+            )
+        terms: list[Tensor] = []
+        none: list[int] = []
+        state, _ = self._integrate(self._embed(x), none, self.num_steps, terms)
+        if not terms:
+            raise ValueError(
+                f"flow_penalty='error' needs two steps per block with solver={self.solver!r}, which has one velocity per "
+                f"step, got solver_steps={self.num_steps} for {len(self.blocks)} blocks: use flow_penalty='kinetic', "
+                f"solver='midpoint' or more steps."
+            )
+        return self.forward_head(self.norm(state).flatten(1, 2)), torch.stack(terms).sum(0)
+
     def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        return self._integrate(x, taps, stop, None)
+
+    def _integrate(
+        self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Evolve, and collect the penalty (batch,) of every step where a list is given for it."""
+        error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
         if not torch.jit.is_scripting():
             # without gradients there is nothing to take by the adjoint, and the plain loop is the same solve
             if (self.adjoint and torch.is_grad_enabled()) or not self.is_fixed_step:
-                return self._solve(x, taps, stop)
+                return self._solve(x, taps, stop, penalties)
         elif not self.is_fixed_step:
             raise RuntimeError("An adaptive solver can't be scripted: set_solver('rk4') or another fixed-step method.")
         _, height, width, _ = x.shape
@@ -769,18 +856,27 @@ class OdeVitSsog(VitSsog):
             if self.jitter and self.training and steps > 0:
                 phase = torch.rand([1], device=state.device)  # the first step is cut short, and one more ends the grid
                 steps += 1
+            before: Tensor | None = None
             for step in range(steps):
                 number = first + min(step, self.steps_per_block - 1)
                 speed = self._random_speed(state, self.drop_path_rates[number], phase, step == 0, step == steps - 1)
                 slopes: list[Tensor] = []
+                full: list[Tensor] = []
+                start = state
                 for stage in self.stages:
                     at = advance(state, slopes, stage, self.step_size).to(dtype)
                     if self.grad_checkpointing and not torch.jit.is_scripting():
                         slope = checkpoint(block, at, kernels, None, False)
                     else:
                         slope = block(at, kernels, None, False)
+                    full.append(slope)
                     slopes.append(slope if speed is None else slope * speed)
                 state = advance(state, slopes, self.weights, self.step_size)
+                if penalties is not None and not torch.jit.is_scripting():
+                    term = step_penalty(start, full, self.weights, self.step_size, before, error, kinetic)
+                    before = full[0]
+                    if term is not None:
+                        penalties.append(term)
                 if number in taps and (phase is None or step < steps - 1):
                     states.append(state.to(dtype))
         return state.to(dtype), states
@@ -801,9 +897,32 @@ class OdeVitSsog(VitSsog):
         return speed
 
     @torch.jit.unused
-    def _solve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        state, states, _ = self._solve_traced(x, taps, stop)
+    def _solve(
+        self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        every = list(range(stop)) if penalties is not None else taps
+        state, states, _ = self._solve_traced(x, every, stop)
+        if penalties is not None:
+            self._penalise_taps([as_state(x), *states[:-1]], x.dtype, penalties)
+            states = [states[step] for step in taps]
         return state, states
+
+    @torch.jit.unused
+    def _penalise_taps(self, states: list[Tensor], dtype: torch.dtype, penalties: list[Tensor]) -> None:
+        """Collect penalties from one velocity at the start of each feature interval, for solves that show no stages."""
+        error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
+        _, height, width, _ = states[0].shape
+        for index, block in enumerate(self.blocks):
+            kernels = block.mixer.kernels(height, width)  # type: ignore[operator]
+            before: Tensor | None = None
+            for step, state in enumerate(states):
+                if self._describe_step(step)["module"] == f"blocks.{index}":
+                    slope = block(state.to(dtype), kernels, None, False)
+                    wide = as_state(state)
+                    term = step_penalty(wide, [slope], [1.0], self.step_size, before, error, kinetic)
+                    before = slope
+                    if term is not None:
+                        penalties.append(term)
 
     @torch.jit.unused
     def _solve_traced(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
