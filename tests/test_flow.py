@@ -307,7 +307,7 @@ def test_one_step_of_euler_has_no_error_to_penalise() -> None:
     with pytest.raises(ValueError, match=r"needs two steps per block with solver='euler'.*use flow_penalty='kinetic'"):
         model(batch()[0])
     model.eval()(batch()[0])
-    with pytest.raises(ValueError, match="This model has no flow penalty"):
+    with pytest.raises(ValueError, match="The model has no flow penalty"):
         build(flow_penalty="none").forward_with_penalty(batch()[0])
 
 

@@ -2,9 +2,9 @@
 
 Per step of size h from a state x, with the velocity k at its stages,
 
-- *error*: Euler's error in the step, ``e = h (sum of b k - k_1)``, which every method of order two and more has at hand.
-  Where there is one velocity per step (Euler itself, adaptive solvers, the adjoint) it is ``h / 2`` times the change of
-  that velocity from one step to the next, the same to leading order;
+- *error*: Euler's error in the step, ``e = h (sum of b k - k_1)``, which every method of order two and more has at
+  hand. Where there is one velocity per step (Euler itself, adaptive solvers, the adjoint) it is ``h / 2`` times the
+  change of that velocity from one step to the next, the same to leading order;
 - *kinetic*: ``e = h k`` with the step's last velocity (Finlay et al., How to train your neural ODE, 2020).
 
 The penalty is the sum over steps, and the mean over samples, of ``mean(e^2) / mean(x^2)``, both means over tokens and
@@ -85,9 +85,9 @@ def pull_on_backward(output: Tensor, penalty: Tensor, weight: float) -> Tensor:
     """Return the output unchanged; in backward, the penalty is minimised beside whatever loss was made of the output.
 
     The gradient of a sample's penalty is multiplied by ``weight`` and by the length of the loss's gradient by that
-    sample's output. Of a loss that is a mean over samples, the length for one sample is counted in the same unit as the
-    penalty's mean, so the balance of the two is the same whatever the loss was multiplied by: the scale of a GradScaler,
-    the share of a batch in accumulated gradients, the number of processes. It fades as the loss is minimised.
+    sample's output. Whatever multiplies the loss multiplies the penalty too, so that the balance of the two stays: the
+    scale of a GradScaler, the share of a batch in accumulated gradients, the number of processes. No sample depends on
+    another. The pull fades as the loss is minimised.
 
     Args:
         output: (batch, ...).

@@ -273,8 +273,8 @@ class VitSsog(nn.Module):
         # torch doesn't tell its hooks whether a load is strict
         if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
             raise RuntimeError(
-                f"The weights are of a model {'with' if theirs else 'without'} a norm before its first block (norm_pre), "
-                f"and this one has pre_norm={ours}: create it with pre_norm={theirs}."
+                f"The weights are of a model {'with' if theirs else 'without'} a norm before its first block (norm_pre), and "
+                f"this one has pre_norm={ours}: create it with pre_norm={theirs}."
             )
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -699,8 +699,8 @@ class OdeVitSsog(VitSsog):
                 a fixed-step method.
             max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
             jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
-            flow_penalty: What the gradient of `forward` minimises in training beside the loss, so that the model becomes
-                the flow of its equation (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
+            flow_penalty: What training minimises beside the loss, so that the model becomes the flow of its equation
+                (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
             flow_weight: How strongly, relative to the gradient of the loss; 0 for not at all.
             proj_drop_rate: Only 0 is possible; here so that asking for dropout says why.
             drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
@@ -794,7 +794,7 @@ class OdeVitSsog(VitSsog):
         if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
             if torch.jit.is_scripting():
                 raise RuntimeError("A scripted model can't train with a flow penalty: create it with flow_weight=0.")
-            elif not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+            if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
                 logits, penalties = self.forward_with_penalty(x)
                 return pull_on_backward(logits, penalties, self.flow_weight)
         return self.forward_head(self.forward_features(x))
@@ -824,7 +824,7 @@ class OdeVitSsog(VitSsog):
         state, _ = self._integrate(self._embed(x), none, self.num_steps, terms)
         if not terms:
             raise ValueError(
-                f"flow_penalty='error' needs two steps per block with solver={self.solver!r}, which has one velocity per "
+                f"flow_penalty='error' needs two steps per block with solver={self.solver!r}, which has one velocity a "
                 f"step, got solver_steps={self.num_steps} for {len(self.blocks)} blocks: use flow_penalty='kinetic', "
                 f"solver='midpoint' or more steps."
             )
