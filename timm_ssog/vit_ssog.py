@@ -273,8 +273,8 @@ class VitSsog(nn.Module):
         # torch doesn't tell its hooks whether a load is strict
         if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
             raise RuntimeError(
-                f"The weights are of a model {'with' if theirs else 'without'} a norm before its first block (norm_pre), and "
-                f"this one has pre_norm={ours}: create it with pre_norm={theirs}."
+                f"The weights are of a model with{'' if theirs else 'out'} a norm before depth (norm_pre), and this one "
+                f"has pre_norm={ours}: create it with pre_norm={theirs}."
             )
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -816,9 +816,7 @@ class OdeVitSsog(VitSsog):
             ValueError: if the model has no flow penalty, or its solver no error to penalise.
         """
         if self.flow_penalty == "none":
-            raise ValueError(
-                "This model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'."
-            )
+            raise ValueError("The model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'.")
         terms: list[Tensor] = []
         none: list[int] = []
         state, _ = self._integrate(self._embed(x), none, self.num_steps, terms)
