@@ -273,8 +273,8 @@ class VitSsog(nn.Module):
         # torch doesn't tell its hooks whether a load is strict
         if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
             raise RuntimeError(
-                f"The weights are of a model with{'' if theirs else 'out'} a norm before depth (norm_pre), and this one "
-                f"has pre_norm={ours}: create it with pre_norm={theirs}."
+                f"The weights are of a model with{'' if theirs else 'out'} a norm before depth (norm_pre), and this has "
+                f"pre_norm={ours}: create it with pre_norm={theirs}."
             )
         return super().load_state_dict(state_dict, strict, assign)
 
