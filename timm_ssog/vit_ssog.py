@@ -273,8 +273,8 @@ class VitSsog(nn.Module):
         # torch doesn't tell its hooks whether a load is strict
         if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
             raise RuntimeError(
-                f"The weights are of a model with{'' if theirs else 'out'} a norm before depth (norm_pre), and this has "
-                f"pre_norm={ours}: create it with pre_norm={theirs}."
+                f"The weights come from a model with{'' if theirs else 'out'} norm_pre, the norm before depth, and "
+                f"this has pre_norm={ours}: create it with pre_norm={theirs}."
             )
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -1164,6 +1164,17 @@ def _create_vit_ssog(
     return model
 
 
+# A looped model starts as the continuous one does, whose checkpoints it shares. Why these: examples/flow.py.
+LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
+ODE_ARGS: dict[str, Any] = {
+    "depth": 1,
+    "horizon": 12.0,
+    "pre_norm": True,
+    "flow_penalty": "both",
+    "flow_weight": 1.0,
+}
+
+
 @register_model
 def vit_ssog_tiny(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """Twelve blocks of width 192 with 3 heads, patch 16."""
@@ -1188,40 +1199,40 @@ def vit_ssog_base(pretrained: bool = False, **kwargs: Any) -> VitSsog:
 @register_model
 def vit_ssog_tiny_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block, looped twelve times, of width 192 with 3 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 1, "loops": 12, "num_heads": 3}
+    model_args: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, **LOOPED_ARGS}
     return _create_vit_ssog("vit_ssog_tiny_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_small_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block, looped twelve times, of width 384 with 6 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 1, "loops": 12, "num_heads": 6}
+    model_args: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, **LOOPED_ARGS}
     return _create_vit_ssog("vit_ssog_small_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_base_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block, looped twelve times, of width 768 with 12 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 1, "loops": 12, "num_heads": 12}
+    model_args: dict[str, Any] = {"embed_dim": 768, "num_heads": 12, **LOOPED_ARGS}
     return _create_vit_ssog("vit_ssog_base_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_tiny_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block as a velocity over a horizon of twelve, of width 192 with 3 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 1, "horizon": 12.0, "num_heads": 3}
+    model_args: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, **ODE_ARGS}
     return _create_vit_ssog("vit_ssog_tiny_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_small_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block as a velocity over a horizon of twelve, of width 384 with 6 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 1, "horizon": 12.0, "num_heads": 6}
+    model_args: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, **ODE_ARGS}
     return _create_vit_ssog("vit_ssog_small_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_base_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block as a velocity over a horizon of twelve, of width 768 with 12 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 1, "horizon": 12.0, "num_heads": 12}
+    model_args: dict[str, Any] = {"embed_dim": 768, "num_heads": 12, **ODE_ARGS}
     return _create_vit_ssog("vit_ssog_base_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
