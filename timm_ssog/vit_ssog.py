@@ -694,7 +694,8 @@ class OdeVitSsog(VitSsog):
             solver_steps: Steps of a fixed-step method over the horizon; for adaptive ones just the feature taps.
             rtol: Relative tolerance of an adaptive method.
             atol: Absolute tolerance of an adaptive method.
-            adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps.
+            adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps, but for a flow
+                penalty's one state and the terms of its mean squares for each of ``solver_steps`` intervals.
             per_sample: Step every image by itself, so that no prediction depends on batch-mates, as it never does with
                 a fixed-step method.
             max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
@@ -915,7 +916,10 @@ class OdeVitSsog(VitSsog):
             before: Tensor | None = None
             for step, state in enumerate(states):
                 if self._describe_step(step)["module"] == f"blocks.{index}":
-                    slope = block(state.to(dtype), kernels, None, False)
+                    if self.adjoint or self.grad_checkpointing:
+                        slope = checkpoint(block, state.to(dtype), kernels, None, False)
+                    else:
+                        slope = block(state.to(dtype), kernels, None, False)
                     wide = as_state(state)
                     term = step_penalty(wide, [slope], [1.0], self.step_size, before, error, kinetic)
                     before = slope
