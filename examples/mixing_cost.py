@@ -40,9 +40,10 @@ FORMS = {"dense": math.inf, "stacked": 0.0}
 
 @contextmanager
 def weights(stacked_cost: float, build_cost: float) -> Iterator[None]:
-    """Let `eager.prefers_dense` weigh with other constants for a while."""
+    """Let `eager.prefers_dense` weigh with other constants, in tenths as its own, for a while."""
     before = eager.STACKED_COST, eager.BUILD_COST
-    eager.STACKED_COST, eager.BUILD_COST = stacked_cost, build_cost
+    # whole numbers in the package, for symbolic sizes; any number will do here
+    eager.STACKED_COST, eager.BUILD_COST = stacked_cost, build_cost  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -129,7 +130,7 @@ def fit(records: list[dict[str, Any]]) -> tuple[float, float]:
     Returns:
         STACKED_COST and BUILD_COST.
     """
-    candidates = [(0.5 * 1.05**i, 0.5 * 1.15**j) for i, j in itertools.product(range(56), range(44))]
+    candidates = [(5 * 1.05**i, 5 * 1.15**j) for i, j in itertools.product(range(56), range(44))]
     regrets = {candidate: regret(records, *candidate) for candidate in candidates}
     least = min(regrets.values())
     best = [candidate for candidate in candidates if regrets[candidate] <= least * (1 + 1e-9)]
@@ -202,7 +203,7 @@ def sweep(options: argparse.Namespace) -> None:
             regret([record for record in records if record["pass"] == part], *constants)
             for part in ("forward", "backward")
         ]
-        print(f"| {name} | {constants[0]:.2f} | {constants[1]:.2f} | " + " | ".join(f"{x:.1%}" for x in shares) + " |")
+        print(f"| {name} | {constants[0]:.1f} | {constants[1]:.1f} | " + " | ".join(f"{x:.1%}" for x in shares) + " |")
 
 
 if __name__ == "__main__":

@@ -434,7 +434,7 @@ def test_fit_finds_constants_without_regret() -> None:
         for size in (7, 14, 20, 32)
         for batch in (1, 8, 64)
     ]
-    with mixing_cost.weights(3.0, 20.0):
+    with mixing_cost.weights(30.0, 200.0):
         for record in records:
             dense = mixing_cost.picks_dense(record)
             record.update(dense=1.0 if dense else 2.0, stacked=2.0 if dense else 1.0)

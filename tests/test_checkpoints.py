@@ -143,7 +143,7 @@ def test_loading_at_another_size(
     torch.testing.assert_close(loaded.pos_embed, resampled(model.pos_embed.detach(), grid))
     # the scale of the kernels is the checkpoint's: the loaded model is the same function of an image of any size
     for ours, theirs in zip(loaded.blocks, model.blocks, strict=True):
-        assert ours.mixer.reference_grid.tolist() == [trained[0] // 8, trained[1] // 8]
+        assert ours.mixer.reference_grid().tolist() == [trained[0] // 8, trained[1] // 8]
         for kernels, expected in zip(ours.mixer.kernels(*grid), theirs.mixer.kernels(*grid), strict=True):
             assert torch.equal(kernels, expected)
     images = torch.randn(2, 3, *wanted)
@@ -199,9 +199,9 @@ def test_diverged_checkpoints_are_refused_whole(build: Build, tmp_path: Path, na
 def test_checkpoint_with_an_impossible_reference_grid_is_refused(build: Build) -> None:
     model = build()
     damaged = copy.deepcopy(model.state_dict())
-    damaged["blocks.1.mixer.reference_grid"][0] = 0
+    damaged["blocks.1.mixer.reference_grid.digits"][0] = 0
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"reference_grid .* got \[0, 4\]"):
+    with pytest.raises(ValueError, match=r"reference_grid.digits .* got \[0.0, 4.0\]"):
         model.load_state_dict(damaged)
     assert_same_state(model, before)
 

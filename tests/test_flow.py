@@ -84,7 +84,7 @@ def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Ten
         if penalty != "error":
             total = total + (h * slopes[-1]).pow(2).mean((1, 2, 3)) / square
         x = x + step
-    return model.forward_head(model.norm(x).flatten(1, 2)), total
+    return model.forward_head(model.norm(x.flatten(1, 2))), total
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import require_choice
-from timm_ssog.layers import SeparableMixer
+from timm_ssog.layers import SeparableMixer, shared_kernels
 from timm_ssog.ode import PER_SAMPLE_SOLVERS, SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
 from timm_ssog.vit_ssog import OdeVitSsog, VitSsog, as_state
@@ -194,7 +194,7 @@ def _step_errors(model: OdeVitSsog, images: Tensor) -> tuple[float, ...]:
     with _solving(model, adjoint=False):
         _, ends = model._evolve(tokens, list(range(model.num_steps)), model.num_steps)
     states = [as_state(state) for state in (tokens, *ends)]
-    rule, (_, height, width, _) = TABLEAUS["rk4"], tokens.shape
+    rule = TABLEAUS["rk4"]
     errors = []
     for index, (state, reached) in enumerate(itertools.pairwise(states)):
         exact, start = state, index * model.step_size
@@ -203,7 +203,7 @@ def _step_errors(model: OdeVitSsog, images: Tensor) -> tuple[float, ...]:
             span = min(last, start + model.step_size) - max(first, start)
             if span <= 1e-6 * model.step_size:
                 continue
-            kernels = block.mixer.kernels(height, width)
+            kernels = shared_kernels(block, tokens)
             for _ in range(STEP_PARTS):
                 slopes: list[Tensor] = []
                 for stage in rule.stages:
@@ -334,7 +334,7 @@ def anytime(
                     alone: dict[str, Any] = {"solver_steps": 1, "adjoint": False, "per_sample": True}
                     with _solving(model, solver=solver, rtol=tolerance, atol=tolerance, **alone):
                         end, _, traces = model._solve_traced(model._embed(images), [], 1)
-                        logits = model.forward_head(model.norm(end).flatten(1, 2))
+                        logits = model.forward_head(model.norm(end.flatten(1, 2)))
                     counts = torch.as_tensor(join_traces(traces).evaluations)
                     spread = (float(counts.double().mean()), int(counts.min()), int(counts.max()))
                     rows.append(AnytimeRow(solver, tolerance, *spread, right(logits), _distance(logits, exact)[1]))

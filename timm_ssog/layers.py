@@ -4,6 +4,7 @@ Tokens travel as (batch, height, width, channels), so the grid is always known a
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,12 +77,68 @@ def mixing_kernels(
 register_notrace_function(separable_mix)
 
 
+class ReferenceGrid(nn.Module):
+    """The grid (height, width) that offsets and widths are measured on, saved with them.
+
+    Whatever averages, casts or interpolates checkpoints treats all tensors as weights. The grid is therefore kept as
+    the hexadecimal digits of its sides, in floats: small whole numbers that every dtype holds exactly, rounded where
+    they are read, so that an average a little off still says the same. It is a module of its own because some tools
+    (opacus) take no module that has parameters and buffers.
+    """
+
+    digits: Tensor
+
+    def __init__(self, grid_size: tuple[int, int], device=None) -> None:
+        super().__init__()
+        self.grid_size = grid_size
+        self.register_buffer("digits", torch.empty(2, 3, device=device, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the grid to the one that the module was built for."""
+        with torch.no_grad():
+            self.digits.copy_(grid_digits(torch.tensor(self.grid_size)))
+
+    def forward(self) -> Tensor:
+        """The grid as whole numbers in float32, (2,)."""
+        return grid_of_digits(self.digits)
+
+
+def grid_digits(grid: Tensor) -> Tensor:
+    """The digits that `ReferenceGrid` keeps, (2, 3), of a grid (2,) of whole numbers, exact or averaged."""
+    whole = grid.to(torch.float64).round()
+    return torch.stack([(whole / 256).floor(), (whole / 16).floor() % 16, whole % 16], -1).float()
+
+
+def grid_of_digits(digits: Tensor) -> Tensor:
+    """The grid (2,) that digits (2, 3) stand for, in whole numbers, float32."""
+    whole = digits.float().round()
+    return 256.0 * whole[:, 0] + 16.0 * whole[:, 1] + whole[:, 2]
+
+
+def _read_reference_grid(mixer: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Accept the two integers of checkpoints saved before `ReferenceGrid`; warn of kernels that come without a grid."""
+    old, new = prefix + "reference_grid", prefix + "reference_grid.digits"
+    if old in state_dict:
+        state_dict[new] = grid_digits(state_dict.pop(old))
+    elif new not in state_dict and prefix + "offset" in state_dict:
+        grid = (
+            "an unknown grid" if mixer.offset.is_meta else " x ".join(f"{side:.0f}" for side in mixer.reference_grid())
+        )
+        warnings.warn(
+            f"The checkpoint has kernels ({prefix}offset) but not the grid that they are measured on ({new}): this "
+            f"model's own, {grid} tokens, is taken for it. If the checkpoint was trained at another image size, create "
+            f"the model with that img_size first and call set_input_size afterwards.",
+            stacklevel=2,
+        )
+
+
 class SeparableMixer(nn.Module):
     """SSoG token mixing: every head sums ``num_components`` separable Gaussians over the grid.
 
     The kernels do not depend on the input: pass those of `kernels` to share them between calls, or leave them out to
-    have them built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`; the buffer
-    ``reference_grid`` is saved with them, so that a checkpoint keeps its scale at any resolution.
+    have them built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`; the
+    `ReferenceGrid` is saved with them, so that a checkpoint keeps its scale at any resolution.
 
     Raises:
         ValueError: if an option is unknown, ``dim`` is not divisible by ``num_heads``, or a count is below one.
@@ -89,7 +146,6 @@ class SeparableMixer(nn.Module):
 
     convex: Final[bool]
     relative: Final[bool]
-    reference_grid: Tensor
 
     def __init__(
         self,
@@ -141,10 +197,11 @@ class SeparableMixer(nn.Module):
         self.offset = nn.Parameter(torch.empty(num_heads, num_components, 2, **dd))
         self.width = nn.Parameter(torch.empty(num_heads, num_components, 2, **dd))
         self.amplitude = nn.Parameter(torch.empty(num_heads, num_components, **dd))
-        self.register_buffer("reference_grid", torch.empty(2, device=device, dtype=torch.int64))
+        self.reference_grid = ReferenceGrid(grid_size, device=device)
         self.value = nn.Linear(dim, dim, bias=False, **dd)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.register_load_state_dict_pre_hook(_read_reference_grid)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -157,7 +214,6 @@ class SeparableMixer(nn.Module):
                     trunc_normal_(self.offset[..., axis], std=spread, a=-reach, b=reach)
                 else:
                     nn.init.zeros_(self.offset[..., axis])
-                self.reference_grid[axis] = length
             above = self.init_width - WIDTH_MIN
             nn.init.constant_(self.width, above + math.log(-math.expm1(-above)))  # the inverse of softplus
             nn.init.normal_(self.amplitude, std=0.0 if self.convex else self.amplitude.shape[1] ** -0.5)
@@ -168,7 +224,7 @@ class SeparableMixer(nn.Module):
             self.offset,
             self.width,
             self.amplitude,
-            self.reference_grid,
+            self.reference_grid(),
             grid_height,
             grid_width,
             self.convex,
@@ -342,6 +398,18 @@ class Block(nn.Module):
         return x + delta if residual else delta
 
 
+def shared_kernels(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Kernels of a block for all of its calls on tokens (batch, height, width, dim), such as loops or solver stages.
+
+    Returns:
+        The kernels; None where the block has none, or must build them within its own forward each time.
+    """
+    if not _lends_parameters(block, x):
+        return None
+    _, height, width, _ = x.shape
+    return block.mixer.kernels(height, width)
+
+
 def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, Tensor] | None]:
     """Kernels of consecutive blocks for tokens (batch, height, width, dim), built in one go where that is faster.
 
@@ -349,8 +417,8 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
     Without gradients, the first blocks whose kernels fit `AHEAD_BYTES` together therefore share every operation.
 
     Returns:
-        A list for the first of the blocks, at least one. None in place of kernels that the block had better build by
-        itself: in training, in a graph, on a large grid, or when it has been replaced, wrapped or moved.
+        A list for the first of the blocks, at least one. None in place of kernels that the block builds by itself: in
+        training, in a graph, on a large grid, or when it has been replaced, wrapped or moved.
     """
     alone: list[tuple[Tensor, Tensor] | None] = [None]
     if torch.is_grad_enabled() or not isinstance(x, Tensor) or torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -359,13 +427,11 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
     mixers: list[SeparableMixer] = []
     room = AHEAD_BYTES
     for block in blocks:
-        # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to it alone
-        if type(block) is not Block or type(block.mixer) is not SeparableMixer:
+        if not _lends_parameters(block, x):
             break
-        mixer = block.mixer
-        is_here = mixer.offset.device == x.device and mixer.offset.dim() == 3  # elsewhere, or emptied, until it runs
+        mixer: Any = block.mixer
         room -= mixer.amplitude.numel() * (height * height + width * width) * 4
-        if not is_here or room < 0 or (mixers and _traits(mixer) != _traits(mixers[0])):
+        if room < 0 or (mixers and _traits(mixer) != _traits(mixers[0])):
             break
         mixers.append(mixer)
     if len(mixers) < 2:
@@ -374,13 +440,24 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
         torch.stack([mixer.offset for mixer in mixers]),
         torch.stack([mixer.width for mixer in mixers]),
         torch.stack([mixer.amplitude for mixer in mixers]),
-        torch.stack([mixer.reference_grid for mixer in mixers]),
+        torch.stack([mixer.reference_grid() for mixer in mixers]),
         height,
         width,
         mixers[0].convex,
         mixers[0].relative,
     )
     return list(zip(rows.unbind(), columns.unbind(), strict=True))
+
+
+def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
+    """Whether a block's kernels can be built outside its forward: nothing wraps it, and its parameters are here."""
+    # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to its forward alone
+    if type(block) is not Block or type(block.mixer) is not SeparableMixer:
+        return False
+    offset = block.mixer.offset
+    if not isinstance(x, Tensor):  # symbolic tracing, of a module that torch.fx takes as it is
+        return True
+    return offset.device == x.device and offset.dim() == 3  # elsewhere, or emptied, until its forward runs
 
 
 def _traits(mixer: SeparableMixer) -> tuple[torch.Size, bool, bool]:

@@ -41,7 +41,17 @@ from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.digest import check_digests, without_digests
 from timm_ssog.errors import require_choice, require_positive_int
 from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
-from timm_ssog.layers import MIXERS, AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer, kernels_ahead
+from timm_ssog.layers import (
+    MIXERS,
+    AttentionMixer,
+    Block,
+    CentreNorm,
+    IdentityMixer,
+    SeparableMixer,
+    grid_of_digits,
+    kernels_ahead,
+    shared_kernels,
+)
 from timm_ssog.ode import (
     ADAPTIVE_SOLVERS,
     PER_SAMPLE_SOLVERS,
@@ -435,18 +445,19 @@ class VitSsog(nn.Module):
         x, states = self._evolve(self._embed(x), take_indices, max_index + 1 if stop_early else self.num_steps)
         intermediates = []
         for state in states:
-            taken = self.norm(state) if norm else state
+            taken = state.flatten(1, 2)
+            taken = self.norm(taken) if norm else taken
             intermediates.append(
-                taken.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken.flatten(1, 2)
+                taken.reshape(state.shape).permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken
             )
         if intermediates_only and not output_dict:
             return intermediates
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": intermediates}
             if not intermediates_only:
-                result["image_features"] = self.norm(x).flatten(1, 2)
+                result["image_features"] = self.norm(x.flatten(1, 2))
             return result
-        return self.norm(x).flatten(1, 2), intermediates
+        return self.norm(x.flatten(1, 2)), intermediates
 
     @torch.jit.ignore()
     def prune_intermediate_layers(
@@ -492,7 +503,7 @@ class VitSsog(nn.Module):
         """Map images to tokens (batch, tokens, embed_dim) behind the final norm."""
         none: list[int] = []
         x, _ = self._evolve(self._embed(x), none, self.num_steps)
-        return self.norm(x).flatten(1, 2)
+        return self.norm(x.flatten(1, 2))
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Pool tokens (batch, tokens, embed_dim) as the model or ``pool_type`` says."""
@@ -567,7 +578,9 @@ class LoopedVitSsog(VitSsog):
         require_positive_int("loops", loops)
         loops = int(loops)
         self.drop_path_rates = _drop_path_rates(self.drop_path_rate, loops)
-        self._set_steps([{"module": f"blocks.{len(self.blocks) - 1}", "loop": loop + 1} for loop in range(loops)])
+        self._set_steps(
+            [{"module": f"blocks.{len(self.blocks) - 1}@loop{loop + 1}", "loop": loop + 1} for loop in range(loops)]
+        )
 
     @property
     def loops(self) -> int:
@@ -613,7 +626,10 @@ class LoopedVitSsog(VitSsog):
         states: list[Tensor] = []
         kernels: list[tuple[Tensor, Tensor] | None] = []
         for block in self.blocks:
-            kernels.append(block.mixer.kernels(height, width))
+            if torch.jit.is_scripting():
+                kernels.append(block.mixer.kernels(height, width))
+            else:
+                kernels.append(shared_kernels(block, x))
         for loop in range(stop):
             trained = min(loop, self.trained_loops - 1)
             if self.loop_embed is not None:
@@ -776,9 +792,13 @@ class OdeVitSsog(VitSsog):
         self._set_steps([self._describe_step(index) for index in range(steps)])
 
     @torch.jit.ignore()
+    def _block_at(self, step: int) -> int:
+        """Index of the block in force when a step begins."""
+        return min(int(step * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
+
+    @torch.jit.ignore()
     def _describe_step(self, index: int) -> dict[str, Any]:
-        block = min(int(index * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
-        return {"module": f"blocks.{block}", "time": (index + 1) * self.step_size}
+        return {"module": f"blocks.{self._block_at(index)}@step{index + 1}", "time": (index + 1) * self.step_size}
 
     @torch.jit.ignore()
     def _truncate(self, steps: int) -> None:
@@ -827,7 +847,7 @@ class OdeVitSsog(VitSsog):
                 f"step, got solver_steps={self.num_steps} for {len(self.blocks)} blocks: use flow_penalty='kinetic', "
                 f"solver='midpoint' or more steps."
             )
-        return self.forward_head(self.norm(state).flatten(1, 2)), torch.stack(terms).sum(0)
+        return self.forward_head(self.norm(state.flatten(1, 2))), torch.stack(terms).sum(0)
 
     def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
         return self._integrate(x, taps, stop, None)
@@ -848,7 +868,11 @@ class OdeVitSsog(VitSsog):
         state = as_state(x)
         states: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            kernels = block.mixer.kernels(height, width)
+            kernels: tuple[Tensor, Tensor] | None = None
+            if torch.jit.is_scripting():
+                kernels = block.mixer.kernels(height, width)
+            else:
+                kernels = shared_kernels(block, x)
             first = index * self.steps_per_block
             steps = min(self.steps_per_block, stop - first)
             phase: Tensor | None = None
@@ -910,12 +934,11 @@ class OdeVitSsog(VitSsog):
     def _penalise_taps(self, states: list[Tensor], dtype: torch.dtype, penalties: list[Tensor]) -> None:
         """Collect penalties from one velocity at the start of each feature interval, for solves that show no stages."""
         error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
-        _, height, width, _ = states[0].shape
         for index, block in enumerate(self.blocks):
-            kernels = block.mixer.kernels(height, width)  # type: ignore[operator]
+            kernels = shared_kernels(block, states[0])
             before: Tensor | None = None
             for step, state in enumerate(states):
-                if self._describe_step(step)["module"] == f"blocks.{index}":
+                if self._block_at(step) == index:
                     if self.adjoint or self.grad_checkpointing:
                         slope = checkpoint(block, state.to(dtype), kernels, None, False)
                     else:
@@ -931,7 +954,6 @@ class OdeVitSsog(VitSsog):
         """Solve by `timm_ssog.ode`, one block's part of the horizon after the other."""
         if self.training:
             _require_no_noise(self.drop_path_rate, self.jitter, self.solver, self.adjoint)
-        _, height, width, _ = x.shape
         dtype = x.dtype
         state = as_state(x)
         states, traces = [], []
@@ -944,8 +966,7 @@ class OdeVitSsog(VitSsog):
             wanted = taps if self.is_fixed_step else range(stop)
             ends = [step for step in wanted if start + slack < (step + 1) * self.step_size < last - slack]
             times = [start, *((step + 1) * self.step_size for step in ends), last]
-            kernels = block.mixer.kernels(height, width)
-            solved, trace = self._solve_block(block, state, kernels, times, dtype)  # type: ignore[arg-type]
+            solved, trace = self._solve_block(block, state, shared_kernels(block, x), times, dtype)  # type: ignore[arg-type]
             traces.append(trace)
             state = solved[-1]
             at = dict(zip(ends, solved, strict=False))
@@ -1069,11 +1090,13 @@ def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str
                 f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
                 f"was left as it was. The training run diverged: take an earlier checkpoint."
             )
-        if name.endswith("mixer.reference_grid") and bool((tensor < 1).any()):
-            raise ValueError(
-                f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
-                f"{tensor.tolist()}; the model was left as it was. The file is damaged: take another copy."
-            )
+        if name.endswith(("mixer.reference_grid", "mixer.reference_grid.digits")):
+            grid = grid_of_digits(tensor) if tensor.dim() == 2 and tensor.shape[1] == 3 else tensor
+            if bool((grid < 1).any()):
+                raise ValueError(
+                    f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
+                    f"{grid.tolist()}; the model was left as it was. The file is damaged: take another copy."
+                )
 
 
 def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits: a multiply-add of the
-# stacked form takes as long as this many of the dense form (small products, an intermediate M times the input) ...
-STACKED_COST = 2.5
+# Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits, in tenths: a multiply-add
+# of the stacked form takes as long as this many of the dense form (small products, an intermediate M times the input)
+STACKED_COST = 25
 # ... and so many per component and entry go into building the dense operator, whatever the batch.
-BUILD_COST = 25.0
+BUILD_COST = 250
 
 # On the CPU the stacked form takes heads one by one, so that the M-fold intermediate of each stays in the cache; where
 # that of all heads has at most this many bytes, one product of them all is faster, for tiny models twice as fast.
@@ -28,13 +28,14 @@ def prefers_dense(batch: int, height: int, width: int, head_dim: int, components
     """Whether the dense form is expected to beat the stacked one, by weighted multiply-adds per token and head.
 
     Forward, the dense form takes N columns and the stacked one M (H + W); backward (two dense products against five
-    stacked ones of half the size each) 2 N against 2.5 M (H + W). A column is one entry of the batch and head.
+    stacked ones of half the size each) 2 N against 2.5 M (H + W). A column is one entry of the batch and head. In
+    integers, because torch.compile can't take symbolic sizes through floats within an autograd function.
     """
     tokens = height * width
     columns = batch * head_dim
-    dense_products, stacked_products = (2.0, 2.5) if backward else (1.0, 1.0)
-    dense = tokens * (dense_products * columns + BUILD_COST * components)
-    return dense < stacked_products * STACKED_COST * components * (height + width) * columns
+    dense_halves, stacked_halves = (4, 5) if backward else (2, 2)
+    dense = tokens * (10 * dense_halves * columns + 2 * BUILD_COST * components)
+    return dense < stacked_halves * STACKED_COST * components * (height + width) * columns
 
 
 def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
