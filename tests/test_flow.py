@@ -25,7 +25,14 @@ TAPPED: list[dict[str, Any]] = [
 
 def build(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"horizon": 3.0, "solver_steps": 3, "flow_penalty": "error", "flow_weight": 1.0, **options}
+    settings = {
+        "horizon": 3.0,
+        "solver_steps": 3,
+        "pre_norm": False,
+        "flow_penalty": "error",
+        "flow_weight": 1.0,
+        **options,
+    }
     model = timm.create_model("vit_ssog_tiny_ode", **{**SMALL, **settings})
     with torch.no_grad():
         # weights of the size training gives them: at initialisation the velocity is nearly constant
