@@ -39,7 +39,13 @@ def _import_plugin() -> None:
     sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     try:
         # A statement, not importlib.import_module, which raises where two threads import timm and timm_ssog crosswise.
-        import timm_ssog  # noqa: F401
+        import timm_ssog
+
+        if getattr(timm_ssog, "__file__", None) is None:  # a namespace package, found before an editable install is
+            raise ImportError(
+                f"{', '.join(timm_ssog.__path__)} is a folder without __init__.py that hides the installed package; "
+                f"run from another directory, rename it, or install with `pip install .` instead of `-e .`"
+            )
     except Exception as error:
         warnings.warn(
             f"timm_ssog could not register its models with timm, which works without them: importing timm_ssog raised "

@@ -20,10 +20,10 @@ def tokens(height: int = 3, width: int = 5) -> Tensor:
 
 
 def stirred(model: Any) -> Any:
-    """With kernels of different widths and offsets in every block, and reference grids that differ too."""
-    for index, block in enumerate(model.blocks):
+    """With kernels of different widths and offsets in every block, and a reference grid that is not the model's."""
+    for block in model.blocks:
         nn.init.normal_(block.mixer.width)
-        block.mixer.reference_grid.digits[:, 2] += index
+        block.mixer.reference_grid = (5, 6)
     return model
 
 
@@ -105,6 +105,10 @@ def by_other_amplitude(blocks: Any) -> None:
     blocks[1].mixer.convex = True
 
 
+def by_other_grid(blocks: Any) -> None:
+    blocks[1].mixer.reference_grid = (3, 4)
+
+
 def by_other_coords(blocks: Any) -> None:
     blocks[1].mixer.relative = False
 
@@ -119,6 +123,7 @@ def by_other_coords(blocks: Any) -> None:
         by_other_components,
         by_other_amplitude,
         by_other_coords,
+        by_other_grid,
     ],
 )
 def test_a_block_that_differs_builds_its_own(build: Build, replace: Callable[[Any], None]) -> None:

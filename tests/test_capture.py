@@ -9,6 +9,8 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
+import torch.fx.experimental._config
+import torchvision.models.feature_extraction
 from timm.models import create_feature_extractor
 from torch import Tensor
 from torch.export import Dim
@@ -90,8 +92,22 @@ def test_fx(build: Build, mixer: str) -> None:
         outputs = extractor(images)
         first = model.forward_intermediates(images, [0], intermediates_only=True)
         assert torch.equal(outputs["first"].permute(0, 3, 1, 2), first[0])
-        assert torch.equal(outputs["last"].flatten(1, 2), model.forward_features(images))
+        assert torch.equal(outputs["last"], model.forward_features(images))
         assert torch.equal(outputs["logits"], model(images))
+
+
+@each_model
+def test_plain_fx_and_torchvisions_extractor(build: Build, options: dict[str, Any]) -> None:
+    model = build(**options)
+    traced = torch.fx.symbolic_trace(model)
+    extractor = torchvision.models.feature_extraction.create_feature_extractor(
+        model, {"norm": "last", "head": "logits"}
+    )
+    for size in SIZES:
+        images = torch.randn(size)
+        assert torch.equal(traced(images), model(images))
+        assert torch.equal(extractor(images)["last"], model.forward_features(images))
+        assert torch.equal(extractor(images)["logits"], model(images))
 
 
 @each_model
@@ -102,11 +118,12 @@ def test_compile_in_one_graph(build: Build, options: dict[str, Any]) -> None:
 
 
 @each_model
-def test_compiled_training_step(build: Build, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_training_step(build: Build, options: dict[str, Any], dynamic: bool | None) -> None:
     model = build(**options).train()
     images = torch.randn(2, 3, 48, 40)
     expected = gradients(model, model, images)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     torch.testing.assert_close(gradients(model, compiled, images), expected, rtol=1e-4, atol=1e-6)
     assert len(expected) == len(list(model.parameters()))
 
@@ -160,11 +177,27 @@ def test_export_for_any_batch_height_and_width(build: Build, options: dict[str, 
 
 
 @each_model
-def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, Any], tmp_path: Path) -> None:
+def test_export_from_an_example_of_one(build: Build, options: dict[str, Any]) -> None:
+    model = build(**options)
+    # without this setting of torch no model has a free batch from such an example; torch.onnx.export switches it on
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(model, (torch.randn(1, 3, 32, 32),), dynamic_shapes=any_size())
+    assert_same_logits(program.module(), model)
+
+
+def axes_by_name() -> dict[str, Any]:
+    return {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 2: "height", 3: "width"}}}
+
+
+@each_model
+@pytest.mark.parametrize("batch", [1, 2])
+def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, Any], batch: int, tmp_path: Path) -> None:
     model = build(**options)
     path = str(tmp_path / "model.onnx")
-    images = (torch.randn(2, 3, 48, 40),)
-    torch.onnx.export(model, images, path, dynamo=True, dynamic_shapes=any_size(), verbose=False)
+    images = (torch.randn(batch, 3, 48, 40),)
+    # from an example of one, the call of every tutorial
+    shapes = {"dynamo": True, "dynamic_shapes": any_size()} if batch > 1 else axes_by_name()
+    torch.onnx.export(model, images, path, verbose=False, **shapes)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])

@@ -13,9 +13,11 @@ import timm.models
 import timm.utils
 import torch
 import torch.nn.functional as F
+import torch.optim.swa_utils
 from torch import Tensor
 
 from timm_ssog import VitSsog
+from timm_ssog.layers import grid_digits, grid_of_digits
 
 Build = Callable[..., Any]
 
@@ -143,7 +145,7 @@ def test_loading_at_another_size(
     torch.testing.assert_close(loaded.pos_embed, resampled(model.pos_embed.detach(), grid))
     # the scale of the kernels is the checkpoint's: the loaded model is the same function of an image of any size
     for ours, theirs in zip(loaded.blocks, model.blocks, strict=True):
-        assert ours.mixer.reference_grid().tolist() == [trained[0] // 8, trained[1] // 8]
+        assert ours.mixer.reference_grid == (trained[0] // 8, trained[1] // 8)
         for kernels, expected in zip(ours.mixer.kernels(*grid), theirs.mixer.kernels(*grid), strict=True):
             assert torch.equal(kernels, expected)
     images = torch.randn(2, 3, *wanted)
@@ -199,9 +201,9 @@ def test_diverged_checkpoints_are_refused_whole(build: Build, tmp_path: Path, na
 def test_checkpoint_with_an_impossible_reference_grid_is_refused(build: Build) -> None:
     model = build()
     damaged = copy.deepcopy(model.state_dict())
-    damaged["blocks.1.mixer.reference_grid.digits"][0] = 0
+    damaged["blocks.1.mixer._extra_state"][0] = 0
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"reference_grid.digits .* got \[0.0, 4.0\]"):
+    with pytest.raises(ValueError, match=r"_extra_state .* got \(0, 4\)"):
         model.load_state_dict(damaged)
     assert_same_state(model, before)
 
@@ -228,3 +230,93 @@ def test_pretrained_without_weights_is_timms_error(build: Build) -> None:
 def test_a_checkpoint_of_the_twin_is_refused(build: Build) -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*mixer\.qkv"):
         build(mixer="attention").load_state_dict(build().state_dict())
+
+
+GRIDS = ((1, 1), (7, 9), (14, 14), (16, 15), (255, 256), (301, 4095))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64])
+def test_the_reference_grid_survives_averages_in_any_dtype(grid: tuple[int, int], dtype: torch.dtype) -> None:
+    digits = grid_digits(grid).to(dtype)
+    assert grid_of_digits(digits) == grid
+    for parts in (2, 3, 7, 10):
+        assert grid_of_digits(sum(digits.float() / parts for _ in range(parts))) == grid
+    if dtype != torch.float8_e4m3fn:
+        for decay in (0.9, 0.99, 0.992, 0.996, 0.997, 0.999, 0.9995, 0.9999):
+            average = digits.clone()
+            for _ in range(50):
+                average = decay * average + (1 - decay) * digits
+            assert grid_of_digits(average) == grid
+
+
+EMAS: dict[str, Callable[[Any], Any]] = {
+    "ModelEmaV2": lambda model: timm.utils.ModelEmaV2(model, decay=0.9),
+    "ModelEmaV3": lambda model: timm.utils.ModelEmaV3(model, decay=0.9),
+    "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    ),
+}
+
+
+@pytest.mark.parametrize("average", EMAS.values(), ids=EMAS)
+def test_an_average_of_a_model_with_itself_is_the_model(build: Build, average: Callable[[Any], Any]) -> None:
+    model = build(img_size=112)  # a grid of 14 x 14, which whole numbers averaged with a decay of 0.9 turn into 13
+    averaged = average(model)
+    update = averaged.update_parameters if hasattr(averaged, "update_parameters") else averaged.update
+    for _ in range(20):
+        update(model)
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(averaged.module.eval()(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_soup_of_checkpoints_keeps_the_grid(build: Build) -> None:
+    model, images = build(img_size=112), torch.randn(2, 3, 64, 64)
+    state = model.state_dict()
+    for soup in (
+        {name: sum(tensor / 10 for _ in range(10)) for name, tensor in state.items()},
+        {name: 0.3 * tensor + 0.7 * tensor for name, tensor in state.items()},
+        {name: tensor.double().to(torch.bfloat16) for name, tensor in state.items()},
+    ):
+        fresh = build(img_size=64)
+        fresh.pos_embed = torch.nn.Parameter(torch.empty_like(model.pos_embed))
+        fresh.load_state_dict(soup)
+        assert [block.mixer.reference_grid for block in fresh.blocks] == [(14, 14)] * 2
+        torch.testing.assert_close(fresh(images), model(images), rtol=0.1, atol=0.05)
+
+
+def test_checkpoints_with_the_grid_as_two_integers_still_load(build: Build) -> None:
+    model = build(img_size=112)
+    old = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_extra_state")}
+    old |= {f"blocks.{index}.mixer.reference_grid": torch.tensor([14, 14]) for index in range(2)}
+    fresh, images = build(img_size=112), torch.randn(2, 3, 32, 32)
+    for block in fresh.blocks:
+        block.mixer.reference_grid = (4, 4)
+    fresh.load_state_dict(old)
+    assert torch.equal(fresh(images), model(images))
+    old["blocks.0.mixer.reference_grid"] = torch.tensor([13.9999, 14.0001])  # averaged by somebody
+    fresh.load_state_dict(old)
+    assert torch.equal(fresh(images), model(images))
+    with pytest.raises(ValueError, match=r"blocks.1.mixer.reference_grid .* got \(0, 14\)"):
+        fresh.load_state_dict({**old, "blocks.1.mixer.reference_grid": torch.tensor([0, 14])})
+
+
+def test_kernels_without_their_grid_are_said_to_be(build: Build) -> None:
+    model = build(pos_embed="none")
+    parameters = dict(model.named_parameters())
+    other = build(img_size=64, pos_embed="none")
+    with pytest.warns(UserWarning, match=r"not the grid .* \(blocks.0.mixer._extra_state\).* 8 x 8 tokens"):
+        other.load_state_dict(parameters, strict=False)
+    with pytest.warns(match="not the grid"), pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
+        other.load_state_dict(parameters)
+
+
+def test_no_buffer_stands_beside_the_parameters(build: Build) -> None:
+    # whatever averages, casts, shards or offloads buffers must not touch the model; opacus takes none at all
+    for name in ("vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"):
+        assert not list(build(name).buffers())
+
+
+def test_a_state_dict_can_be_called_as_it_is(build: Build) -> None:
+    model, images = build(), torch.randn(2, 3, 32, 32)
+    assert torch.equal(torch.func.functional_call(model, model.state_dict(), (images,)), model(images))

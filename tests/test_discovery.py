@@ -145,6 +145,18 @@ def test_failing_plugin_warns_and_leaves_timm_working(tmp_path: Path) -> None:
     assert "TIMM_SSOG_AUTOLOAD=0" in result.stderr
 
 
+def test_folder_that_hides_an_editable_install_warns(tmp_path: Path) -> None:
+    (tmp_path / "timm_ssog").mkdir()
+    # before everything else on the path, as the directory of a script is; the real package is found later, if at all
+    code = "import sys, timm; print(timm.is_model('vit_tiny_patch16_224'), timm.is_model('vit_ssog_tiny'))"
+    result = run_python(code, tmp_path, PYTHONPATH=str(tmp_path))
+    if result.stdout.split() == ["True", "True"]:
+        pytest.skip("this package is installed so that no folder can hide it")
+    assert result.stdout.split() == ["True", "False"], result.stderr
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert f"{tmp_path / 'timm_ssog'} is a folder without __init__.py" in result.stderr
+
+
 def test_failing_plugin_is_not_tried_again(tmp_path: Path) -> None:
     result = run_stand_ins(
         "import timm, importlib, torch; importlib.reload(timm.models); import timm.models; print(timm.create_model())",

@@ -52,7 +52,7 @@ def test_attention_twin_is_timms_vit() -> None:
 def test_state_dict_names_are_a_promise(build: Build) -> None:
     names = build(depth=1).state_dict().keys()
     norms = [f"{norm}.{tensor}" for norm in ("norm1", "norm2") for tensor in ("weight", "bias")]
-    kernels = ["offset", "width", "amplitude", "reference_grid.digits", "value.weight", "proj.weight", "proj.bias"]
+    kernels = ["offset", "width", "amplitude", "_extra_state", "value.weight", "proj.weight", "proj.bias"]
     mlp = [f"mlp.{layer}.{tensor}" for layer in ("fc1", "fc2") for tensor in ("weight", "bias")]
     block = [*norms, *(f"mixer.{name}" for name in kernels), *mlp]
     outer = ["patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed", "norm.weight", "norm.bias"]
@@ -114,7 +114,7 @@ def test_set_input_size(build: Build, kernel_coords: str) -> None:
     torch.testing.assert_close(model(images), expected)
     assert model.pos_embed.shape == (1, 8, 6, 32)
     assert model.patch_embed.grid_size == (8, 6)
-    assert all(block.mixer.reference_grid().tolist() == [4, 4] for block in model.blocks)
+    assert all(block.mixer.reference_grid == (4, 4) for block in model.blocks)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"pos_embed", "patch_embed.proj.bias"}
 
@@ -139,7 +139,7 @@ def test_in_chans(build: Build, in_chans: int) -> None:
 
 def test_patch_size_may_differ_by_axis(build: Build) -> None:
     model = build(img_size=(32, 24), patch_size=(8, 4))
-    assert model.blocks[0].mixer.reference_grid().tolist() == [4, 6]
+    assert model.blocks[0].mixer.reference_grid == (4, 6)
     assert model.forward_features(torch.randn(1, 3, 16, 16)).shape == (1, 2 * 4, 32)
     assert model.feature_info[0]["reduction"] == 8
 
@@ -589,3 +589,22 @@ def test_a_refused_classifier_leaves_the_old_one(build):
         model.reset_classifier(2.5)
     assert model.num_classes == 5
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
+def test_a_hook_on_the_final_norm_sees_tokens_as_in_timms_vit(build: Build, name: str) -> None:
+    model, seen = build(name), []
+    model.norm.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].shape, output.shape)))
+    images = torch.randn(2, 3, 32, 48)
+    model(images)
+    model.forward_intermediates(images, [0], norm=True, intermediates_only=True)
+    assert seen == [((2, 24, 32), (2, 24, 32))] * 2
+
+
+@pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
+def test_every_tap_has_a_name_of_its_own_that_says_its_module(build: Build, name: str) -> None:
+    model = build(name)
+    names = [info["module"] for info in model.feature_info]
+    assert len(set(names)) == len(names)
+    for tap in names:
+        assert tap.split("@")[0] in dict(model.named_modules())

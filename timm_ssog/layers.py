@@ -37,7 +37,7 @@ def mixing_kernels(
     offset: Tensor,
     width: Tensor,
     amplitude: Tensor,
-    reference_grid: Tensor,
+    reference_grid: tuple[int, int],
     grid_height: int,
     grid_width: int,
     convex: bool,
@@ -50,7 +50,7 @@ def mixing_kernels(
         offset: (..., heads, components, 2), displacement (y, x) in cells of the reference grid.
         width: (..., heads, components, 2), unconstrained; the standard deviation is ``softplus(width) + width_min``.
         amplitude: (..., heads, components), weights, or their logits where ``convex``.
-        reference_grid: (..., 2), the grid (height, width) that offset and width are measured on.
+        reference_grid: The grid (height, width) that offset and width are measured on.
         grid_height: Cells of the grid at hand.
         grid_width: Likewise.
         convex: Whether the amplitudes are the softmax of logits.
@@ -64,8 +64,9 @@ def mixing_kernels(
         offset, width, amplitude = offset.float(), width.float(), amplitude.float()
     sigma = F.softplus(width) + width_min
     if relative:
-        reference = reference_grid.to(offset.dtype)
-        stretch_height, stretch_width = grid_height / reference[..., 0, None], grid_width / reference[..., 1, None]
+        # divided on the device: no size of a graph for any size passes through a float in Python
+        stretch_height = grid_height / torch.full_like(offset[..., :1, 0, 0], float(reference_grid[0]))
+        stretch_width = grid_width / torch.full_like(offset[..., :1, 0, 0], float(reference_grid[1]))
     else:
         stretch_height = stretch_width = torch.ones_like(offset[..., :1, 0, 0])
     weight = amplitude.softmax(-1) if convex else amplitude
@@ -75,60 +76,36 @@ def mixing_kernels(
 
 
 register_notrace_function(separable_mix)
+torch.fx.wrap("separable_mix")  # for a plain torch.fx tracer, such as torchvision's
 
 
-class ReferenceGrid(nn.Module):
-    """The grid (height, width) that offsets and widths are measured on, saved with them.
+def grid_digits(grid: Sequence[float]) -> Tensor:
+    """A grid (height, width) as checkpoints keep it: (2, 3), the hexadecimal digits of its sides, in floats.
 
-    Whatever averages, casts or interpolates checkpoints treats all tensors as weights. The grid is therefore kept as
-    the hexadecimal digits of its sides, in floats: small whole numbers that every dtype holds exactly, rounded where
-    they are read, so that an average a little off still says the same. It is a module of its own because some tools
-    (opacus) take no module that has parameters and buffers.
+    Whatever averages, casts or interpolates checkpoints takes all tensors for weights. Digits are small whole numbers:
+    every dtype holds them exactly, and an average a little off still rounds to them.
     """
-
-    digits: Tensor
-
-    def __init__(self, grid_size: tuple[int, int], device=None) -> None:
-        super().__init__()
-        self.grid_size = grid_size
-        self.register_buffer("digits", torch.empty(2, 3, device=device, dtype=torch.float32))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the grid to the one that the module was built for."""
-        with torch.no_grad():
-            self.digits.copy_(grid_digits(torch.tensor(self.grid_size)))
-
-    def forward(self) -> Tensor:
-        """The grid as whole numbers in float32, (2,)."""
-        return grid_of_digits(self.digits)
+    sides = [round(side) for side in grid]
+    return torch.tensor([[side // 256, side // 16 % 16, side % 16] for side in sides], dtype=torch.float32)
 
 
-def grid_digits(grid: Tensor) -> Tensor:
-    """The digits that `ReferenceGrid` keeps, (2, 3), of a grid (2,) of whole numbers, exact or averaged."""
-    whole = grid.to(torch.float64).round()
-    return torch.stack([(whole / 256).floor(), (whole / 16).floor() % 16, whole % 16], -1).float()
-
-
-def grid_of_digits(digits: Tensor) -> Tensor:
-    """The grid (2,) that digits (2, 3) stand for, in whole numbers, float32."""
-    whole = digits.float().round()
-    return 256.0 * whole[:, 0] + 16.0 * whole[:, 1] + whole[:, 2]
+def grid_of_digits(digits: Tensor) -> tuple[int, int]:
+    """The grid (height, width) that `grid_digits` stand for, exact or averaged."""
+    height, width = (int(256 * a + 16 * b + c) for a, b, c in digits.double().round().tolist())
+    return height, width
 
 
 def _read_reference_grid(mixer: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Accept the two integers of checkpoints saved before `ReferenceGrid`; warn of kernels that come without a grid."""
-    old, new = prefix + "reference_grid", prefix + "reference_grid.digits"
+    """Accept the two integers of older checkpoints; warn of kernels that come without the grid they are measured on."""
+    old, new = prefix + "reference_grid", prefix + "_extra_state"
     if old in state_dict:
-        state_dict[new] = grid_digits(state_dict.pop(old))
+        state_dict[new] = grid_digits(state_dict.pop(old).tolist())
     elif new not in state_dict and prefix + "offset" in state_dict:
-        grid = (
-            "an unknown grid" if mixer.offset.is_meta else " x ".join(f"{side:.0f}" for side in mixer.reference_grid())
-        )
+        grid: Any = mixer.reference_grid
         warnings.warn(
             f"The checkpoint has kernels ({prefix}offset) but not the grid that they are measured on ({new}): this "
-            f"model's own, {grid} tokens, is taken for it. If the checkpoint was trained at another image size, create "
-            f"the model with that img_size first and call set_input_size afterwards.",
+            f"model's own, {grid[0]} x {grid[1]} tokens, is taken for it. If the checkpoint was trained at another "
+            f"image size, create the model with that img_size, load, and call set_input_size afterwards.",
             stacklevel=2,
         )
 
@@ -137,8 +114,9 @@ class SeparableMixer(nn.Module):
     """SSoG token mixing: every head sums ``num_components`` separable Gaussians over the grid.
 
     The kernels do not depend on the input: pass those of `kernels` to share them between calls, or leave them out to
-    have them built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`; the
-    `ReferenceGrid` is saved with them, so that a checkpoint keeps its scale at any resolution.
+    have them built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`;
+    ``reference_grid`` is saved with them as the module's extra state, so that a checkpoint keeps its scale at any
+    resolution. It is no buffer: nothing averages, casts, shards or offloads it.
 
     Raises:
         ValueError: if an option is unknown, ``dim`` is not divisible by ``num_heads``, or a count is below one.
@@ -146,6 +124,7 @@ class SeparableMixer(nn.Module):
 
     convex: Final[bool]
     relative: Final[bool]
+    reference_grid: tuple[int, int]
 
     def __init__(
         self,
@@ -197,7 +176,6 @@ class SeparableMixer(nn.Module):
         self.offset = nn.Parameter(torch.empty(num_heads, num_components, 2, **dd))
         self.width = nn.Parameter(torch.empty(num_heads, num_components, 2, **dd))
         self.amplitude = nn.Parameter(torch.empty(num_heads, num_components, **dd))
-        self.reference_grid = ReferenceGrid(grid_size, device=device)
         self.value = nn.Linear(dim, dim, bias=False, **dd)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -206,6 +184,7 @@ class SeparableMixer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the kernels: every component narrow, and within the grid for at least half of the cells."""
+        self.reference_grid = self.grid_size
         with torch.no_grad():
             for axis, length in enumerate(self.grid_size):
                 reach = (length - 1) / 2
@@ -218,13 +197,21 @@ class SeparableMixer(nn.Module):
             nn.init.constant_(self.width, above + math.log(-math.expm1(-above)))  # the inverse of softplus
             nn.init.normal_(self.amplitude, std=0.0 if self.convex else self.amplitude.shape[1] ** -0.5)
 
+    def get_extra_state(self) -> Tensor:
+        """The reference grid, as `grid_digits`; torch saves it with the parameters."""
+        return grid_digits(self.reference_grid)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the reference grid of a checkpoint."""
+        self.reference_grid = grid_of_digits(state)
+
     def kernels(self, grid_height: int, grid_width: int) -> tuple[Tensor, Tensor]:
         """The row and column kernels on a grid; see `mixing_kernels`."""
         return mixing_kernels(
             self.offset,
             self.width,
             self.amplitude,
-            self.reference_grid(),
+            self.reference_grid,
             grid_height,
             grid_width,
             self.convex,
@@ -440,7 +427,7 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
         torch.stack([mixer.offset for mixer in mixers]),
         torch.stack([mixer.width for mixer in mixers]),
         torch.stack([mixer.amplitude for mixer in mixers]),
-        torch.stack([mixer.reference_grid() for mixer in mixers]),
+        mixers[0].reference_grid,
         height,
         width,
         mixers[0].convex,
@@ -460,9 +447,9 @@ def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
     return offset.device == x.device and offset.dim() == 3  # elsewhere, or emptied, until its forward runs
 
 
-def _traits(mixer: SeparableMixer) -> tuple[torch.Size, bool, bool]:
+def _traits(mixer: SeparableMixer) -> tuple[Any, ...]:
     """What mixers must have in common to have their kernels built together."""
-    return mixer.amplitude.shape, mixer.convex, mixer.relative
+    return mixer.amplitude.shape, mixer.convex, mixer.relative, mixer.reference_grid
 
 
 def _head_dim(dim: int, num_heads: int) -> int:

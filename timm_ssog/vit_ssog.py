@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     LayerNorm,
@@ -62,6 +63,11 @@ from timm_ssog.ode import (
 )
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
+
+# called, not traced, by a plain torch.fx tracer (torchvision's) as by timm's own: they branch on sizes and dtypes
+torch.fx.wrap("check_image")
+torch.fx.wrap("as_state")
+torch.fx.wrap("resample_abs_pos_embed_nhwc")
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 
@@ -1090,12 +1096,12 @@ def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str
                 f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
                 f"was left as it was. The training run diverged: take an earlier checkpoint."
             )
-        if name.endswith(("mixer.reference_grid", "mixer.reference_grid.digits")):
-            grid = grid_of_digits(tensor) if tensor.dim() == 2 and tensor.shape[1] == 3 else tensor
-            if bool((grid < 1).any()):
+        if name.endswith(("mixer.reference_grid", "mixer._extra_state")):
+            grid = grid_of_digits(tensor) if tensor.shape == (2, 3) else tuple(tensor.flatten().tolist())
+            if len(grid) != 2 or min(grid) < 1:
                 raise ValueError(
                     f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
-                    f"{grid.tolist()}; the model was left as it was. The file is damaged: take another copy."
+                    f"{grid}; the model was left as it was. The file is damaged: take another copy."
                 )
 
 

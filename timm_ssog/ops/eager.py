@@ -108,10 +108,18 @@ def _unstack(stack: Tensor, like: Tensor) -> Tensor:
 
 
 def _stacked(planes: Tensor, row_stack: Tensor, column_stack: Tensor) -> Tensor:
-    """Mix planes (heads, batch, height, width, head_dim)."""
+    """Mix planes (heads, batch, height, width, head_dim).
+
+    The row stack is repeated, not broadcast, over the batch, and the second product has batch and rows in one
+    dimension: a graph exported from an example batch of one would otherwise hold for that batch alone. The copy is the
+    one that a broadcasting product makes, and first operands of full shape are what FLOP counters count.
+    """
     heads, batch, height, width, head_dim = planes.shape
+    row_stack, column_stack = row_stack.repeat(1, batch, 1, 1), column_stack[:, 0]
     mixed = torch.matmul(row_stack, planes.reshape(heads, batch, height, width * head_dim))
-    return torch.matmul(column_stack, mixed.reshape(heads, batch, height, column_stack.shape[-1], head_dim))
+    mixed = mixed.reshape(heads, batch * height, column_stack.shape[-1], head_dim)
+    column_stack = column_stack.expand(heads, batch * height, width, column_stack.shape[-1])
+    return torch.matmul(column_stack, mixed).reshape(heads, batch, height, width, head_dim)
 
 
 def _stacked_backward(
