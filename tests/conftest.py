@@ -9,8 +9,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import timm
 import torch
+from hypothesis import HealthCheck, settings
 
 import timm_ssog  # noqa: F401  registers the models, whether the hook is installed or not
+
+# the same few examples everywhere; `pytest --hypothesis-profile=long tests/test_hostile.py` looks for new ones
+settings.register_profile(
+    "short",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.register_profile("long", settings.get_profile("short"), derandomize=False, max_examples=1500, print_blob=True)
+settings.load_profile("short")
 
 SMALL: dict[str, Any] = {
     "img_size": 32,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from timm.models import create_feature_extractor
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from timm_ssog import layers
 from timm_ssog.layers import Block, SeparableMixer, kernels_ahead
@@ -93,6 +94,12 @@ def by_parametrized_mixer(blocks: Any) -> None:
     nn.utils.parametrize.register_parametrization(blocks[1].mixer, "width", nn.Softplus())
 
 
+def by_pruned_mixer(blocks: Any) -> None:
+    prune.l1_unstructured(blocks[1].mixer, "amplitude", 0.5)
+    with torch.no_grad():
+        blocks[1].mixer.amplitude_orig += 1  # a step, which amplitude takes when the mixer is called
+
+
 def by_other_device(blocks: Any) -> None:
     blocks[1].mixer.to("meta")
 
@@ -119,6 +126,7 @@ def by_other_coords(blocks: Any) -> None:
         by_subclass,
         by_other_module,
         by_parametrized_mixer,
+        by_pruned_mixer,
         by_other_device,
         by_other_components,
         by_other_amplitude,
@@ -136,6 +144,20 @@ def test_a_block_that_differs_builds_its_own(build: Build, replace: Callable[[An
         expected = model(images).detach()
         with torch.no_grad():
             torch.testing.assert_close(model(images), expected)
+
+
+@pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
+@torch.no_grad()
+def test_pruned_kernels_follow_their_parameters(build: Build, name: str) -> None:
+    model, images = build(name), torch.randn(2, 3, 32, 32)
+    for block in model.blocks:
+        prune.l1_unstructured(block.mixer, "amplitude", 0.5)
+        block.mixer.amplitude_orig += 1
+    plain = copy.deepcopy(model)
+    for block in plain.blocks:
+        block.mixer.amplitude = block.mixer.amplitude_orig * block.mixer.amplitude_mask
+        prune.remove(block.mixer, "amplitude")
+    torch.testing.assert_close(model(images), plain(images))
 
 
 @torch.no_grad()

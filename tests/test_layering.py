@@ -33,6 +33,7 @@ FLOORS = {
     "timm_ssog.ops.dispatch": 1,
     "timm_ssog.ode": 1,
     "timm_ssog.layers": 2,
+    "timm_ssog.sublayers": 2.5,
     "timm_ssog.vit_ssog": 3,
     "timm_ssog.certificates": 4,
     "timm_ssog.analysis": 4,
@@ -112,25 +113,23 @@ def test_hook_imports_the_standard_library_only() -> None:
 
 
 IMPORT = """
-import time
+import sys
 import timm.data, timm.layers, timm.models
-start = time.process_time()
+before = set(sys.modules)
 import timm_ssog
-print(time.process_time() - start)
+print(*sorted(name for name in set(sys.modules) - before if name.split(".")[0] not in sys.stdlib_module_names))
 """
 
 
-def test_import_costs_little_beyond_timms() -> None:
+def test_import_loads_nothing_beyond_timms() -> None:
+    # what other packages would cost is paid by whoever asks for it: torchdiffeq, Triton, matplotlib, the Hub
     environment = {**os.environ, "TIMM_SSOG_AUTOLOAD": "0"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     path = [str(PACKAGE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    seconds = []
-    for _ in range(4):
-        command = [sys.executable, "-c", IMPORT]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-        seconds.append(float(result.stdout))
-        if min(seconds) < 0.05:
-            break
-    # the smallest: the first may compile bytecode, and another process be in the way
-    assert min(seconds) < 0.05, seconds
+    command = [sys.executable, "-c", IMPORT]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    loaded = set(result.stdout.split())
+    assert "timm_ssog.vit_ssog" in loaded
+    assert {name.split(".")[0] for name in loaded} == {"timm_ssog"}
+    above = {name for name in loaded if FLOORS[name] > FLOORS["timm_ssog"]}
+    assert not above

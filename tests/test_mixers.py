@@ -183,8 +183,8 @@ def test_block_is_two_residual_branches() -> None:
         ({"init_width": 0.25}, r"init_width must be above 0\.25 cells.* got 0\.25"),
         ({"init_width": math.nan}, r"init_width must be above 0\.25 cells.* got nan"),
         ({"init_width": math.inf}, r"init_width must be above 0\.25 cells.* got inf"),
-        ({"init_offset": -1.0}, r"init_offset must be 0 or more cells, and finite, got -1\.0"),
-        ({"init_offset": math.inf}, r"init_offset must be 0 or more cells, and finite, got inf"),
+        ({"init_offset": -1.0}, r"init_offset must be 0 or more cells, and at most 10000, got -1\.0"),
+        ({"init_offset": math.inf}, r"init_offset must be 0 or more cells, and at most 10000, got inf"),
     ],
 )
 def test_wrong_options_say_what_was_expected(options: dict, message: str) -> None:

@@ -585,7 +585,7 @@ def test_sizes_may_be_lists_and_numpy_integers(build):
 
 def test_a_refused_classifier_leaves_the_old_one(build):
     model = build()
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"num_classes must be an integer of at least 0, got 2\.5"):
         model.reset_classifier(2.5)
     assert model.num_classes == 5
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)

@@ -1,7 +1,9 @@
 """How this package says that an input is wrong: what was expected, what came, what to do."""
 
 import difflib
+import numbers
 import operator
+import sys
 from collections.abc import Sequence
 
 
@@ -30,6 +32,40 @@ def require_positive_int(name: str, value: object, hint: str = "") -> None:
         count = 0
     if isinstance(value, bool) or count < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.{' ' + hint if hint else ''}")
+
+
+def require_count(name: str, value: object) -> None:
+    """Raise unless an option is an integer of at least zero.
+
+    Raises:
+        ValueError: names the option and what came.
+    """
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if isinstance(value, bool) or count < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}.")
+
+
+def require_number(name: str, value: object, expected: str, least: float, most: float = sys.float_info.max) -> None:
+    """Raise unless an option is a number from ``least`` to ``most``.
+
+    Raises:
+        ValueError: names the option, what was expected, in the words given, and what came.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= float(value) <= most:
+        raise ValueError(f"{name} must be {expected}, got {value!r}.")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise unless an option is True or False: ``"false"`` would count as true.
+
+    Raises:
+        ValueError: names the option and what came.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 class SolveError(RuntimeError):

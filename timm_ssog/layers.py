@@ -16,7 +16,7 @@ from timm.models import register_notrace_function
 from torch import Tensor, nn
 from torch.jit import Final
 
-from timm_ssog.errors import require_choice, require_positive_int
+from timm_ssog.errors import require_choice, require_number, require_positive_int
 from timm_ssog.ops.dispatch import separable_mix
 from timm_ssog.ops.gaussian import stretched_kernels
 
@@ -26,6 +26,9 @@ MIXERS = ("ssog", "attention", "identity")
 
 WIDTH_MIN = 0.25
 """Narrowest standard deviation of a component, in cells of the reference grid."""
+
+WIDEST = 1e4
+"""Widest initial standard deviation or offset, in cells: within the range of float16."""
 
 AHEAD_BYTES = 1 << 20
 """Most bytes of kernels, in float32, that are built before the blocks that use them."""
@@ -85,8 +88,8 @@ def grid_digits(grid: Sequence[float]) -> Tensor:
     Whatever averages, casts or interpolates checkpoints takes all tensors for weights. Digits are small whole numbers:
     every dtype holds them exactly, and an average a little off still rounds to them.
     """
-    sides = [round(side) for side in grid]
-    return torch.tensor([[side // 256, side // 16 % 16, side % 16] for side in sides], dtype=torch.float32)
+    digits = [[round(side) // 256, round(side) // 16 % 16, round(side) % 16] for side in grid]
+    return torch.tensor(digits, dtype=torch.float32, device="cpu")
 
 
 def grid_of_digits(digits: Tensor) -> tuple[int, int]:
@@ -159,12 +162,11 @@ class SeparableMixer(nn.Module):
         require_positive_int("num_components", num_components, "Every head needs a Gaussian to look through.")
         require_choice("amplitude", amplitude, AMPLITUDES)
         require_choice("kernel_coords", kernel_coords, KERNEL_COORDS)
-        if not WIDTH_MIN < init_width < math.inf:
-            raise ValueError(
-                f"init_width must be above {WIDTH_MIN} cells, the narrowest width, and finite, got {init_width!r}."
-            )
-        if not 0 <= init_offset < math.inf:
-            raise ValueError(f"init_offset must be 0 or more cells, and finite, got {init_offset!r}.")
+        for name, length, expected, least in (
+            ("init_width", init_width, f"above {WIDTH_MIN} cells, the narrowest width", math.nextafter(WIDTH_MIN, 1)),
+            ("init_offset", init_offset, "0 or more cells", 0.0),
+        ):
+            require_number(name, length, f"{expected}, and at most {WIDEST:g}", least, WIDEST)
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.convex = amplitude == "convex"
@@ -441,6 +443,8 @@ def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
     # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to its forward alone
     if type(block) is not Block or type(block.mixer) is not SeparableMixer:
         return False
+    if not {"offset", "width", "amplitude"} <= block.mixer._parameters.keys():
+        return False  # computed from others when the mixer is called, as torch.nn.utils.prune does
     offset = block.mixer.offset
     if not isinstance(x, Tensor):  # symbolic tracing, of a module that torch.fx takes as it is
         return True

@@ -539,7 +539,8 @@ def _require_declared(slope: Tensor, declared: set[_Edge]) -> None:
         if hasattr(node, "variable"):
             raise ValueError(
                 f"parameters of an adjoint solve must hold everything the velocity depends on, or it gets no gradient: "
-                f"a tensor of shape {tuple(node.variable.shape)} is missing."
+                f"a tensor of shape {tuple(node.variable.shape)} is missing. Parameters that a wrapper such as FSDP2 "
+                f"brings only while a module runs can't be given beforehand: set adjoint=False there."
             )
 
 

@@ -5,6 +5,7 @@ The operator is defined in `timm_ssog.ops`, the block in `timm_ssog.layers`.
 """
 
 import math
+import numbers
 import operator
 from collections.abc import Mapping
 from functools import partial
@@ -14,13 +15,10 @@ import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
-    LayerNorm,
     LayerType,
     PatchEmbed,
     calculate_drop_path_rates,
     drop_path,
-    get_act_layer,
-    get_norm_layer,
     global_pool_nlc,
     resample_abs_pos_embed_nhwc,
     resample_patch_embed,
@@ -40,13 +38,12 @@ from torch.jit import Final
 
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.digest import check_digests, without_digests
-from timm_ssog.errors import require_choice, require_positive_int
+from timm_ssog.errors import require_bool, require_choice, require_count, require_positive_int
 from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
 from timm_ssog.layers import (
     MIXERS,
     AttentionMixer,
     Block,
-    CentreNorm,
     IdentityMixer,
     SeparableMixer,
     grid_of_digits,
@@ -61,13 +58,18 @@ from timm_ssog.ode import (
     solve_fixed_adjoint,
     solve_per_sample,
 )
+from timm_ssog.sublayers import act_class, norm_class, warn_of_other_layers
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
 
 # called, not traced, by a plain torch.fx tracer (torchvision's) as by timm's own: they branch on sizes and dtypes
 torch.fx.wrap("check_image")
 torch.fx.wrap("as_state")
+torch.fx.wrap("pull_on_backward")
 torch.fx.wrap("resample_abs_pos_embed_nhwc")
+
+GRIDS = ("mixer.reference_grid", "mixer._extra_state")
+"""Ends of the names under which checkpoints keep reference grids: older ones, and those of today."""
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 
@@ -80,6 +82,10 @@ def check_image(x: Tensor, in_chans: int, patch_height: int, patch_width: int, p
     """Return a batch of images unchanged, or raise a ValueError that says what the model takes and what came."""
     if x.dim() != 4 or x.shape[1] != in_chans:
         raise ValueError(f"Expected images (batch, {in_chans}, height, width), got shape {list(x.shape)}.")
+    if not x.is_floating_point():
+        raise ValueError(
+            f"Expected images of floating point, normalised as the model's configuration says, got {x.dtype}."
+        )
     height, width = x.shape[2], x.shape[3]
     if not pad and (height < patch_height or width < patch_width):
         raise ValueError(
@@ -181,12 +187,20 @@ class VitSsog(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         require_choice("mixer", mixer, MIXERS)
         require_choice("pos_embed", pos_embed, ("learn", "none", ""))
-        if not isinstance(pre_norm, bool):
-            raise ValueError(f"pre_norm must be True or False, got {pre_norm!r}.")
+        require_bool("pre_norm", pre_norm)
         require_positive_int("depth", depth)
         depth = int(depth)  # of numpy, say: timm wants Python's
         require_positive_int("embed_dim", embed_dim)
         require_positive_int("in_chans", in_chans)
+        require_count("num_classes", num_classes)
+        _require_hidden(mlp_ratio, embed_dim)
+        for name, switch in (
+            ("fc_norm", fc_norm),
+            ("dynamic_img_size", dynamic_img_size),
+            ("dynamic_img_pad", dynamic_img_pad),
+        ):
+            require_bool(name, switch)
+        _require_dtype(dtype)
         for name, rate in (
             ("drop_rate", drop_rate),
             ("pos_drop_rate", pos_drop_rate),
@@ -202,8 +216,8 @@ class VitSsog(nn.Module):
             raise ValueError(
                 f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
             )
-        norm: Any = CentreNorm if norm_layer == "centrenorm" else get_norm_layer(norm_layer) or LayerNorm
-        act: Any = get_act_layer(act_layer) or nn.GELU
+        norm: Any = norm_class(norm_layer, embed_dim)
+        act: Any = act_class(act_layer)
 
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -321,8 +335,9 @@ class VitSsog(nn.Module):
         """Replace the head by a new one, and the pooling where given.
 
         Raises:
-            ValueError: if the pooling is unknown.
+            ValueError: if the pooling is unknown, or the number of classes is none.
         """
+        require_count("num_classes", num_classes)
         if global_pool is not None:
             _require_pool(global_pool)
         weight = self.patch_embed.proj.weight
@@ -562,6 +577,8 @@ class LoopedVitSsog(VitSsog):
         require_positive_int("loops", loops)
         _require_rate("drop_path_rate", drop_path_rate)
         require_choice("input_injection", input_injection, ("none", "add"))
+        require_bool("loop_norms", loop_norms)
+        require_bool("loop_embed", loop_embed)
         super().__init__(depth=depth, device=device, dtype=dtype, **kwargs)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.inject_input = input_injection == "add"
@@ -738,6 +755,8 @@ class OdeVitSsog(VitSsog):
         _require_rate("drop_path_rate", drop_path_rate)
         if not isinstance(horizon, (int, float)) or not 0 < horizon < math.inf:
             raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
+        require_bool("jitter", jitter)
+        require_choice("solver", solver, (*TABLEAUS, *ADAPTIVE_SOLVERS))
         if solver in ADAPTIVE_SOLVERS or adjoint:
             _require_no_noise(drop_path_rate, jitter, solver, adjoint)
         require_choice("flow_penalty", flow_penalty, FLOW_PENALTIES)
@@ -1020,9 +1039,8 @@ def _check_solver(
     require_choice("solver", solver, (*TABLEAUS, *ADAPTIVE_SOLVERS))
     require_positive_int("solver_steps", solver_steps)
     require_positive_int("max_evaluations", max_evaluations)
-    for name, switch in (("adjoint", adjoint), ("per_sample", per_sample)):
-        if not isinstance(switch, bool):
-            raise ValueError(f"{name} must be True or False, got {switch!r}.")
+    require_bool("adjoint", adjoint)
+    require_bool("per_sample", per_sample)
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {tolerance!r}.")
@@ -1060,8 +1078,22 @@ def _pair(name: str, size: Any) -> tuple[int, int]:
 
 
 def _require_rate(name: str, rate: float) -> None:
-    if not 0 <= rate < 1:
+    if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {rate!r}.")
+
+
+def _require_hidden(mlp_ratio: Any, embed_dim: int) -> None:
+    hidden = float(mlp_ratio) * embed_dim if isinstance(mlp_ratio, numbers.Real) else 0.0
+    if not 1 <= hidden < math.inf:
+        raise ValueError(
+            f"mlp_ratio must be a finite number that gives the MLP a hidden channel at least, got {mlp_ratio!r} with "
+            f"embed_dim={embed_dim}."
+        )
+
+
+def _require_dtype(dtype: Any) -> None:
+    if dtype not in (None, torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be torch.float32, float64, bfloat16 or float16, got {dtype!r}.")
 
 
 def _drop_path_rates(rate: float, steps: int) -> list[float]:
@@ -1087,22 +1119,41 @@ def _require_no_prefix(class_token: bool, reg_tokens: int) -> None:
 
 
 def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    floating = {name for name, parameter in module.named_parameters() if parameter.is_floating_point()}
     for name, tensor in state_dict.items():
-        if not name.startswith(prefix) or not torch.is_tensor(tensor) or tensor.is_meta:
+        if isinstance(name, str) and name.startswith(prefix) and name.endswith(GRIDS):
+            _require_grid(name, tensor)
+        if not isinstance(name, str) or not name.startswith(prefix) or not torch.is_tensor(tensor) or tensor.is_meta:
             continue
+        if not tensor.is_floating_point() and name[len(prefix) :] in floating:
+            raise ValueError(
+                f"{name} of the checkpoint must be of floating point, got {tensor.dtype}; the model was left as it "
+                f"was. Weights that were quantised have to be scaled back first."
+            )
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            tensor = tensor.float()  # float8 has no test for NaN
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise ValueError(
                 f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
                 f"was left as it was. The training run diverged: take an earlier checkpoint."
             )
-        if name.endswith(("mixer.reference_grid", "mixer._extra_state")):
-            grid = grid_of_digits(tensor) if tensor.shape == (2, 3) else tuple(tensor.flatten().tolist())
-            if len(grid) != 2 or min(grid) < 1:
-                raise ValueError(
-                    f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got "
-                    f"{grid}; the model was left as it was. The file is damaged: take another copy."
-                )
+
+
+def _require_grid(name: str, tensor: Any) -> None:
+    grid: Any = tensor
+    if torch.is_tensor(tensor) and not tensor.is_meta and not tensor.is_complex() and tensor.dtype != torch.bool:
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            return  # which is said of any tensor
+        grid = grid_of_digits(tensor) if tensor.shape == (2, 3) else tuple(tensor.flatten().tolist())
+        if len(grid) == 2 and min(grid) >= 1:
+            return
+    elif torch.is_tensor(tensor):
+        grid = f"a tensor of {tensor.dtype} on {tensor.device}"
+    raise ValueError(
+        f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got {grid}; the "
+        f"model was left as it was. The file is damaged: take another copy."
+    )
 
 
 def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
@@ -1123,21 +1174,53 @@ def _record_input_size(model: nn.Module, img_size: tuple[int, int], patch_size: 
     update_model_input_size(model, img_size, patch_size=patch_size)
 
 
+def _require_tensors(state_dict: Any) -> None:
+    bad = state_dict
+    if isinstance(state_dict, Mapping):
+        wrong = [name for name, tensor in state_dict.items() if not (isinstance(name, str) and torch.is_tensor(tensor))]
+        if not wrong:
+            return
+        bad = f"{type(state_dict[wrong[0]]).__name__} under {wrong[0]!r}"
+    else:
+        bad = type(state_dict).__name__
+    raise ValueError(f"Expected a checkpoint of tensors by name, got {bad}: it is not one of a model alone.")
+
+
+def _unseen_by_shape(model: VitSsog) -> dict[str, Any]:
+    """Options under which the same tensors are another function, and which nobody changes but by retraining."""
+    block: Any = model.blocks[0]
+    options: dict[str, Any] = {"norm_layer": block.norm1, "act_layer": block.mlp.act}
+    if isinstance(block.mixer, SeparableMixer):
+        options["amplitude"] = "convex" if block.mixer.convex else "signed"
+    if isinstance(model, LoopedVitSsog):
+        options["input_injection"] = "add" if model.inject_input else "none"
+    return options
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VitSsog) -> dict[str, Tensor]:
     """Fit a checkpoint to the model: unwrap it, and resample patch and position embeddings of another size.
 
+    Warns where it was published with options under which its weights are another function.
+
     Raises:
-        ValueError: if it was published with a digest and has another.
+        ValueError: if it was published with a digest and has another, or is no mapping of names to tensors.
     """
-    state_dict = state_dict.get("model", state_dict)
-    state_dict = state_dict.get("state_dict", state_dict)
+    for key in ("model", "state_dict"):
+        if isinstance(state_dict, Mapping):
+            state_dict = state_dict.get(key, state_dict)
+    _require_tensors(state_dict)
     config: Any = getattr(model, "pretrained_cfg", {})
-    check_digests(state_dict, config, getattr(model, "pretrained_model_args", {}))
+    published = getattr(model, "pretrained_model_args", {})
+    check_digests(state_dict, config, published)
+    warn_of_other_layers(published, _unseen_by_shape(model), model.embed_dim)
     out = {}
     for name, tensor in state_dict.items():
-        if name == "patch_embed.proj.weight" and tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
-            tensor = resample_patch_embed(tensor, list(_pair("patch_size", model.patch_embed.patch_size)), verbose=True)
-        elif name == "pos_embed" and model.pos_embed is not None and tensor.dim() == 4:
+        # what no resampling can mend is for load_state_dict to refuse
+        if name == "patch_embed.proj.weight" and tensor.dim() == 4 and tensor.numel() > 0:
+            if tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
+                size = list(_pair("patch_size", model.patch_embed.patch_size))
+                tensor = resample_patch_embed(tensor, size, verbose=True)
+        elif name == "pos_embed" and model.pos_embed is not None and tensor.dim() == 4 and tensor.numel() > 0:
             tensor = resample_abs_pos_embed_nhwc(tensor, list(model.pos_embed.shape[1:3]), verbose=True)
         out[name] = tensor
     return out

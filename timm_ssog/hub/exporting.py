@@ -257,8 +257,11 @@ def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dic
             content = json.loads(text) if text.lstrip()[:1] in ("[", "{") else list(csv.DictReader(text.splitlines()))
         except ValueError as error:
             raise ValueError(f"{path} is neither the JSON nor the CSV of timm's --results-file: {error}") from error
-        for row in content if isinstance(content, list) else [content]:
-            missing = [field for field in fields if field not in row]
+        found = content if isinstance(content, list) else [content]
+        if not found or not all(isinstance(row, dict) for row in found):
+            raise ValueError(f"{path} holds no results: it is not a --results-file of timm's script.")
+        for row in found:
+            missing = [field for field in fields if row.get(field) is None]
             if missing:
                 raise ValueError(f"{path} lacks {', '.join(missing)}: it is not a --results-file of timm's script.")
             kept = {field: _number(row[field]) for field in fields}

@@ -102,6 +102,12 @@ def read_run(folder: str | Path) -> TrainRun:
         raise ValueError(f"{folder / 'args.yaml'} is not the YAML that train.py writes: {error}") from error
     if not isinstance(options, dict) or not isinstance(options.get("model"), str):
         raise ValueError(f"{folder / 'args.yaml'} does not name a model: it is not what train.py writes.")
+    model_kwargs = options.get("model_kwargs")
+    if model_kwargs is not None and not isinstance(model_kwargs, dict):
+        raise ValueError(
+            f"{folder / 'args.yaml'} must have a mapping of names to values as model_kwargs, got {model_kwargs!r}: it "
+            f"is not what train.py writes."
+        )
     return TrainRun(folder, options, _read_summary(folder / "summary.csv"))
 
 

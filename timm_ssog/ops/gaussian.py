@@ -3,6 +3,12 @@
 import torch
 from torch import Tensor
 
+FARTHEST = 1e6
+"""Largest offset, in cells: beyond it float32 no longer tells one cell from the next, and far beyond it overflows."""
+
+NARROWEST = 1e-3
+"""Least width of `axis_kernels`, in cells: below it the nearest cell has all the weight, near zero floats overflow."""
+
 
 def axis_kernels(
     offset: Tensor,
@@ -16,8 +22,8 @@ def axis_kernels(
     ``s = length / reference_length`` (DESIGN.md, section 1). Built in float32, or in float64 for float64 parameters.
 
     Args:
-        offset: (...) displacement of the component's centre, in cells of the reference grid.
-        width: (...) standard deviation, in cells of the reference grid, positive.
+        offset: (...) displacement of the component's centre, in cells of the reference grid, up to `FARTHEST`.
+        width: (...) standard deviation, in cells of the reference grid, `NARROWEST` at least.
         length: Cells along the axis.
         reference_length: Cells along the axis of the reference grid; ``length`` itself if omitted, so no stretch.
 
@@ -36,6 +42,7 @@ def axis_kernels(
         )
     dtype = torch.promote_types(offset.dtype, torch.float32)
     stretch = torch.full((), length / reference_length, device=offset.device, dtype=dtype)
+    width = width.to(dtype).clamp_min(NARROWEST)
     return stretched_kernels(offset[..., None], width[..., None], length, stretch)[..., 0, :, :]
 
 
@@ -56,5 +63,5 @@ def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tenso
         offset, width = offset.float(), width.float()
     cells = torch.arange(length, device=offset.device, dtype=offset.dtype)
     displacement = (cells - cells[:, None])[:, None] / stretch.to(offset.dtype)[..., None, None, None]
-    z = (displacement - offset[..., None, :, None]) / width[..., None, :, None]
+    z = (displacement - offset.clamp(-FARTHEST, FARTHEST)[..., None, :, None]) / width[..., None, :, None]
     return torch.softmax(-0.5 * z * z, dim=-1).transpose(-3, -2)
