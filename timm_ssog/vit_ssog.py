@@ -15,6 +15,7 @@ import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
+    LayerNorm,
     LayerType,
     PatchEmbed,
     calculate_drop_path_rates,
