@@ -102,6 +102,7 @@ def arguments(draw: st.DrawFn) -> tuple[str, str, Any]:
 @example(("vit_ssog_tiny", "dynamic_img_size", False))
 @example(("vit_ssog_tiny_ode", "solver", {}))
 @example(("vit_ssog_tiny_ode", "rtol", 1e-30))
+@example(("vit_ssog_tiny_ode", "rtol", None))
 def test_constructor_arguments(case: tuple[str, str, Any]) -> None:
     name, argument, value = case
     assume(not (argument == "img_size" and isinstance(value, int) and value > 64))

@@ -757,7 +757,7 @@ class OdeVitSsog(VitSsog):
         if not isinstance(horizon, (int, float)) or not 0 < horizon < math.inf:
             raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
         require_bool("jitter", jitter)
-        require_choice("solver", solver, (*TABLEAUS, *ADAPTIVE_SOLVERS))
+        _check_solver(solver, solver_steps, rtol, atol, adjoint, per_sample, max_evaluations)
         if solver in ADAPTIVE_SOLVERS or adjoint:
             _require_no_noise(drop_path_rate, jitter, solver, adjoint)
         require_choice("flow_penalty", flow_penalty, FLOW_PENALTIES)

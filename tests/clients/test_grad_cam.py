@@ -15,8 +15,8 @@ def from_grid(tokens: Tensor) -> Tensor:
 
 
 def from_row(tokens: Tensor) -> Tensor:
-    """grad-cam's own recipe for ViT, without the class token."""
-    return tokens.reshape(tokens.shape[0], 4, 6, tokens.shape[2]).transpose(2, 3).transpose(1, 2)
+    """As the README says it for `norm`."""
+    return tokens.mT.unflatten(2, (4, 6))
 
 
 @pytest.mark.parametrize("method", ["GradCAM", "HiResCAM", "EigenCAM", "ScoreCAM"])

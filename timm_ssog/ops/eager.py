@@ -42,7 +42,7 @@ def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """Mix values, saving for the backward pass nothing but the three inputs; shapes as in `timm_ssog.separable_mix`."""
     inputs = (values, row_kernels, column_kernels)
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return stacked_mix(*inputs)
+        return _exportable_mix(*inputs)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return _Mix.apply(*inputs) if torch.compiler.is_compiling() else _DifferentiableMix.apply(*inputs)
     return _forward(*inputs)
@@ -51,6 +51,17 @@ def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
 def stacked_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """The stacked form for all heads at once, in plain operators that scripting and export understand."""
     row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
+    return _stacked(_planes(values), row_stack, column_stack).permute(1, 2, 3, 0, 4)
+
+
+def _exportable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
+    """The stacked form with its row kernels copied for every image.
+
+    Broadcast over a batch of one, they would make the graph hold for that batch alone: torch asks whether the batch is
+    one to lay out the broadcast operand.
+    """
+    row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
+    row_stack = row_stack.repeat(1, values.shape[0], 1, 1)
     return _stacked(_planes(values), row_stack, column_stack).permute(1, 2, 3, 0, 4)
 
 
@@ -108,17 +119,12 @@ def _unstack(stack: Tensor, like: Tensor) -> Tensor:
 
 
 def _stacked(planes: Tensor, row_stack: Tensor, column_stack: Tensor) -> Tensor:
-    """Mix planes (heads, batch, height, width, head_dim).
-
-    The row stack is repeated, not broadcast, over the batch, and the second product has batch and rows in one
-    dimension: a graph exported from an example batch of one would otherwise hold for that batch alone. The copy is the
-    one that a broadcasting product makes, and first operands of full shape are what FLOP counters count.
-    """
+    """Mix planes (heads, batch, height, width, head_dim); first operands of full shape are what FLOP counters count."""
     heads, batch, height, width, head_dim = planes.shape
-    row_stack, column_stack = row_stack.repeat(1, batch, 1, 1), column_stack[:, 0]
+    row_stack = row_stack.expand(heads, batch, row_stack.shape[2], height)
     mixed = torch.matmul(row_stack, planes.reshape(heads, batch, height, width * head_dim))
     mixed = mixed.reshape(heads, batch * height, column_stack.shape[-1], head_dim)
-    column_stack = column_stack.expand(heads, batch * height, width, column_stack.shape[-1])
+    column_stack = column_stack[:, 0].expand(heads, batch * height, width, column_stack.shape[-1])
     return torch.matmul(column_stack, mixed).reshape(heads, batch, height, width, head_dim)
 
 

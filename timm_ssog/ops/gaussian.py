@@ -46,7 +46,9 @@ def axis_kernels(
     return stretched_kernels(offset[..., None], width[..., None], length, stretch)[..., 0, :, :]
 
 
-def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tensor) -> Tensor:
+def stretched_kernels(
+    offset: Tensor, width: Tensor, length: int, stretch: Tensor, farthest: float = FARTHEST
+) -> Tensor:
     """Axis kernels for a stretch held in a tensor, so that nothing waits for the device; see `axis_kernels`.
 
     Args:
@@ -54,6 +56,7 @@ def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tenso
         width: (..., components).
         length: Cells along the axis.
         stretch: Of a shape that broadcasts with (...): a scalar, or one for each mixer, say.
+        farthest: Offsets beyond it count as this far.
 
     Returns:
         (..., components, length, length), in memory (..., length, components, length): there the components of a row
@@ -63,5 +66,5 @@ def stretched_kernels(offset: Tensor, width: Tensor, length: int, stretch: Tenso
         offset, width = offset.float(), width.float()
     cells = torch.arange(length, device=offset.device, dtype=offset.dtype)
     displacement = (cells - cells[:, None])[:, None] / stretch.to(offset.dtype)[..., None, None, None]
-    z = (displacement - offset.clamp(-FARTHEST, FARTHEST)[..., None, :, None]) / width[..., None, :, None]
+    z = (displacement - offset.clamp(-farthest, farthest)[..., None, :, None]) / width[..., None, :, None]
     return torch.softmax(-0.5 * z * z, dim=-1).transpose(-3, -2)
