@@ -23,8 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 from training import MODEL, RECIPE, accuracy, create_model, train
 
-from timm_ssog import VitSsog
-from timm_ssog.analysis import kernel_atlas
+from timm_ssog import OdeVitSsog, VitSsog
+from timm_ssog.analysis import kernel_atlas, ode_report
 
 EPOCHS = 4
 SIZE = 32
@@ -166,6 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     curves: dict[str, list[float]] = {}
     files: dict[str, Path] = {}
     reloads = []
+    verdict = ""
     for depth in DEPTHS:
         for mixer in MIXERS:
             name = f"{MIXERS[mixer]}-{depth}"
@@ -182,6 +183,9 @@ def main(argv: list[str] | None = None) -> None:
                 top1 = next(iter(of_model.values()))[0]
             else:
                 top1 = accuracy(model, digit_loader("test", SIZE, limit=limit))
+            if isinstance(model, OdeVitSsog) and MIXERS[mixer] == "ssog":
+                seen, labels = next(iter(digit_loader("test", SIZE, batch_size=limit or 500)))
+                verdict = ode_report(model, seen, labels, steps=(model.num_steps,), solvers=(model.solver,)).verdict
             parameters = sum(parameter.numel() for parameter in model.parameters())
             comparison[mixer].append(f"{top1:.1f} %, {parameters:,}, {seconds:.0f} s")
             if MIXERS[mixer] == "ssog":
@@ -193,6 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     print_table("top-1, parameters, training time", list(DEPTHS), comparison)
     rows = {label: [f"{value:.1f} %" for value in values] for label, values in curves.items()}
     print_table(f"discrete, trained at {SIZE} px, tested at", [f"{size} px" for size in SIZES], rows)
+    print(f"SSoG, continuous. {verdict}\n")
     print(f"Saved and reloaded with identical logits (torch.equal): {', '.join(reloads)}.\n")
     for what, path in files.items():
         print(f"{what.ljust(max(map(len, files)))}  {path}")

@@ -31,6 +31,13 @@ WIDTHS: dict[str, dict[str, Any]] = {
 
 SUFFIXES = {"discrete": "", "looped": "_looped", "continuous": "_ode"}
 
+# as the models were when they were compared, before unit start and flow penalty (examples/flow.py)
+PLAIN: dict[str, dict[str, Any]] = {
+    "discrete": {},
+    "looped": {"pre_norm": False},
+    "continuous": {"pre_norm": False, "flow_penalty": "none"},
+}
+
 CLASSES = 100
 """Of a dataset, unless told otherwise."""
 
@@ -104,7 +111,7 @@ def on_digits(
     depth: str, width: str, mixer: str, options: dict[str, Any]
 ) -> tuple[Callable[..., nn.Module], Loader, int]:
     """Builder, loaders and training size of a small model for the digits."""
-    build = partial(create_model, **{**INPUT, **DEPTHS[depth], **WIDTHS[width], "mixer": mixer})
+    build = partial(create_model, **{**INPUT, **DEPTHS[depth], **PLAIN[depth], **WIDTHS[width], "mixer": mixer})
 
     def load(split: str, size: int) -> Batches:
         batch = options["recipe"]["batch_size"] if split == "train" else 100

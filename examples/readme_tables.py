@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = Path(__file__).parent / "results"
 
-EXPERIMENTS = ("ablation", "matched", "solvers")
+EXPERIMENTS = ("ablation", "flow", "matched", "solvers")
 """Scripts whose ``table`` makes Markdown of the runs in the results file of their name."""
 
 REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)

@@ -18,7 +18,14 @@ from training import MODEL, RECIPE, accuracy, create_model, train
 
 from timm_ssog.analysis import ode_report
 
-CONTINUOUS: dict[str, Any] = {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 12.0}
+CONTINUOUS: dict[str, Any] = {
+    "name": "vit_ssog_tiny_ode",
+    "depth": 1,
+    "horizon": 12.0,
+    # as the models were when these solvers were compared; examples/flow.py has what came of it
+    "pre_norm": False,
+    "flow_penalty": "none",
+}
 
 SOLVERS: dict[str, dict[str, Any]] = {
     "rk4 x 3": {"solver": "rk4", "solver_steps": 3},

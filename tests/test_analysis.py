@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torchdiffeq
 from torch import Tensor
 
 import timm_ssog
@@ -120,6 +121,66 @@ def test_report_measures_drift_and_flips_against_the_exact_flow():
         exact = model(photos(8))
     assert report.rows[0].flips == pytest.approx(float((trained.argmax(1) != exact.argmax(1)).float().mean()))
     assert report.trained_drift == pytest.approx(float((trained - exact).square().mean().sqrt() / exact.std()))
+
+
+def test_report_says_which_step_errs_and_what_helps():
+    model = build(solver="heun", solver_steps=4, depth=2, flow_penalty="none")
+    report = analysis.ode_report(model, photos(), steps=(2,), solvers=("euler",))
+    span = model.step_size
+    with torch.no_grad():
+        state = model._embed(photos())
+        for step, error in enumerate(report.step_errors):
+            block = model.blocks[step // 2]
+            first = block.delta(state)
+            reached = state + span / 2 * (first + block.delta(state + span * first))
+            exact = torchdiffeq.odeint(
+                lambda _, at, block=block: block.delta(at), state, torch.tensor([0.0, span]), rtol=1e-7, atol=1e-7
+            )
+            expected = (reached - exact[1]).square().mean().sqrt() / state.square().mean().sqrt()
+            assert error == pytest.approx(float(expected), rel=0.02)
+            state = reached
+    assert len(report.step_errors) == 4
+    assert f"{report.step_errors[0]:.2g}" in str(report)
+    assert "flow_penalty='both'" in report.remedy
+    regular = analysis.ode_report(
+        build(flow_penalty="error", flow_weight=2.0), photos(), steps=(2,), solvers=("euler",)
+    )
+    assert "pre_norm=True and a flow_weight above 2" in regular.remedy
+    adaptive = build(solver="dopri5", rtol=1e-6, atol=1e-6, solver_steps=3)
+    assert max(analysis.ode_report(adaptive, photos(), steps=(2,), solvers=("euler",)).step_errors) < 1e-4
+
+
+def test_anytime_counts_and_judges_every_solver():
+    model = build(solver="midpoint", solver_steps=4, depth=2)
+    labels = torch.tensor([0, 1, 2])
+    result = analysis.anytime(model, photos(), labels, evaluations=(3, 4, 8), tolerances=(1e-1, 1e-3))
+    found = {(row.solver, row.setting): row for row in result.rows}
+    assert [key for key in found if key[0] != "bosh3"] == [
+        ("euler", 4),
+        ("euler", 8),
+        ("midpoint", 2),
+        ("midpoint", 4),
+        ("heun", 2),
+        ("heun", 4),
+        ("rk4", 2),
+    ], "a budget is spent in whole steps, and every block takes as many"
+    assert found["midpoint", 4].accuracy == result.trained_accuracy
+    assert result.trained_evaluations == 8
+    for tolerance in (1e-1, 1e-3):
+        model.set_solver("bosh3", solver_steps=1, rtol=tolerance, atol=tolerance, per_sample=True)
+        counts = timm_ssog.trace_solve(model, photos()).evaluations
+        row = found["bosh3", tolerance]
+        assert (row.least, row.most, row.evaluations) == (counts.min(), counts.max(), counts.double().mean())
+        with torch.no_grad():
+            assert row.accuracy == pytest.approx(float((model(photos()).argmax(1) == labels).float().mean()))
+    assert found["bosh3", 1e-3].flips == 0.0
+    assert "Half the evaluations cost" in str(result)
+    assert json.loads(json.dumps(result.to_dict()))["trained"] == "midpoint x 4"
+    assert analysis.draw_anytime(result).axes[0].get_xlabel() == "evaluations of the velocity for an image"
+    with pytest.raises(ValueError, match="one label each"):
+        analysis.anytime(model, photos(), labels[:2])
+    with pytest.raises(ValueError, match="solvers must be one of"):
+        analysis.anytime(model, photos(), labels, solvers=("dopri8",))
 
 
 @pytest.mark.parametrize("kind", ["", "_looped", "_ode"])

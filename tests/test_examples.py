@@ -227,6 +227,7 @@ def test_demo_from_end_to_end(tmp_path: Path):
         config = json.loads((made / name / "config.json").read_text())
         assert config["architecture"] == demo.DEPTHS[depth]["name"]
         assert f"made/{name}" in result.stdout
+    assert re.search(r"^SSoG, continuous. (The solution converges|Not a solution)", result.stdout, re.MULTILINE)
     assert f"identical logits (torch.equal): {', '.join(models)}." in result.stdout
     for label, mixer in (("SSoG", "ssog"), ("attention", "attention")):
         (line,) = re.findall(rf"^{label} +(.*,.* s)$", result.stdout, re.MULTILINE)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from timm_ssog import hub
 from timm_ssog.__main__ import main
+from timm_ssog.analysis import ode_report
 
 VALIDATE = {
     "model": f"local-dir:{SECRET}",
@@ -209,6 +210,30 @@ def test_results_and_benchmark_of_timms_scripts(tmp_path: Path) -> None:
     edit_json(tmp_path / "at32.json", grow)
     with pytest.raises(ValueError, match=r"5\.7 M parameters, this one has 0\.03 M"):
         hub.export(tmp_path / "run", tmp_path / "other", results=results)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_verdict_of_a_continuous_model_is_on_its_card(tmp_path: Path) -> None:
+    settings = {"solver": "midpoint", "solver_steps": 2}
+    write_run(tmp_path / "run", "vit_ssog_tiny_ode", model_kwargs=settings)
+    model = load(hub.export(tmp_path / "run", tmp_path / "out"))
+    images = torch.randn(4, *model.pretrained_cfg["input_size"])
+    report = ode_report(model, images, model(images).argmax(1), steps=(2,), solvers=("midpoint",))
+    (tmp_path / "report.json").write_text(json.dumps({**report.to_dict(), "author": SECRET}))
+    out = hub.export(tmp_path / "run", tmp_path / "out", ode_report=tmp_path / "report.json")
+    card = (out / "README.md").read_text()
+    assert report.verdict in card
+    assert "| midpoint | 2 | 4 | 100.0 |" in card
+    assert SECRET.encode() not in b"".join(tree(out).values())
+    write_run(tmp_path / "discrete")
+    with pytest.raises(ValueError, match="VitSsog has none: leave ode_report out"):
+        hub.export(tmp_path / "discrete", tmp_path / "other", ode_report=tmp_path / "report.json")
+    edit_json(tmp_path / "report.json", lambda content: content.update(trained="rk4 x 3"))
+    with pytest.raises(ValueError, match="solved with rk4 x 3, this one has midpoint x 2"):
+        hub.export(tmp_path / "run", tmp_path / "other", ode_report=tmp_path / "report.json")
+    edit_json(tmp_path / "report.json", lambda content: content.pop("rows"))
+    with pytest.raises(ValueError, match="is not the JSON of timm_ssog"):
+        hub.export(tmp_path / "run", tmp_path / "other", ode_report=tmp_path / "report.json")
     assert not (tmp_path / "other").exists()
 
 

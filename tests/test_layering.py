@@ -29,6 +29,7 @@ FLOORS = {
     "timm_ssog.ops.fused": 0.4,
     "timm_ssog.depth": 0,
     "timm_ssog.digest": 0,
+    "timm_ssog.flow": 0,
     "timm_ssog.ops.dispatch": 1,
     "timm_ssog.ode": 1,
     "timm_ssog.layers": 2,

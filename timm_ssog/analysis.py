@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from timm_ssog.depth import TABLEAUS
+from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import require_choice
-from timm_ssog.layers import SeparableMixer
-from timm_ssog.ode import SolveTrace, join_traces
+from timm_ssog.layers import SeparableMixer, shared_kernels
+from timm_ssog.ode import PER_SAMPLE_SOLVERS, SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
-from timm_ssog.vit_ssog import OdeVitSsog, VitSsog
+from timm_ssog.vit_ssog import OdeVitSsog, VitSsog, as_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REFERENCE_STEPS = 96
 """Steps of rk4 that stand for the exact solution in `ode_report`."""
+
+STEP_PARTS = 8
+"""Steps of rk4 within one step of a model that stand for the exact flow over it."""
 
 
 @torch.no_grad()
@@ -88,6 +91,8 @@ class OdeReport:
     trained_drift: float
     trained_flips: float
     converges: bool
+    step_errors: tuple[float, ...]
+    remedy: str
 
     @property
     def verdict(self) -> str:
@@ -97,7 +102,7 @@ class OdeReport:
             return f"The solution converges: {self.trained} is {distance} away from the exact flow."
         return (
             f"Not a solution of its equation: {self.trained} is {distance} away from the exact flow. The net has "
-            f"adapted to its step grid; train with jitter=True or more steps before reading it as an ODE."
+            f"adapted to its step grid; before reading it as an ODE, {self.remedy}."
         )
 
     def __str__(self) -> str:
@@ -108,6 +113,8 @@ class OdeReport:
                 f"{row.solver:<10} {row.steps:>5} {row.evaluations:>6} {accuracy:>7} {row.drift:>9.2e} "
                 f"{row.flips:>7.1%}"
             )
+        errors = ", ".join(f"{error:.2g}" for error in self.step_errors)
+        lines.append(f"Error of {self.trained} in each step, over the size of the state: {errors}")
         return "\n".join([*lines, self.verdict])
 
     def to_dict(self) -> dict:
@@ -130,7 +137,9 @@ def ode_report(
     The exact flow is rk4 with `REFERENCE_STEPS` steps. *Drift* is the root mean square difference of the logits over
     the reference logits' standard deviation, *flips* the share of predictions that differ. The model passes as an ODE
     if the setting it stands in is within ``max_drift`` and ``max_flips`` of the exact flow (after "ResNet After All",
-    arXiv 2007.15386).
+    arXiv 2007.15386). The *error per step* says where along the path the distance comes from: how far that setting is
+    from the exact flow after one step (or the interval to the next feature time) from the state it has reached, as root
+    mean squares, over that state.
 
     Args:
         model: The model, in the solver setting it was trained with.
@@ -174,13 +183,200 @@ def ode_report(
                 drift, flips = _distance(logits, exact)
                 accuracy = None if labels is None else float((logits.argmax(-1) == labels).float().mean())
                 rows.append(OdeRow(solver, count, count * len(TABLEAUS[solver].stages), accuracy, drift, flips))
+        step_errors = _step_errors(model, images)
     drift, flips = _distance(as_trained, exact)
-    return OdeReport(trained, tuple(rows), drift, flips, drift <= max_drift and flips <= max_flips)
+    converges = drift <= max_drift and flips <= max_flips
+    return OdeReport(trained, tuple(rows), drift, flips, converges, step_errors, _remedy(model))
+
+
+def _step_errors(model: OdeVitSsog, images: Tensor) -> tuple[float, ...]:
+    tokens = model._embed(images)
+    with _solving(model, adjoint=False):
+        _, ends = model._evolve(tokens, list(range(model.num_steps)), model.num_steps)
+    states = [as_state(state) for state in (tokens, *ends)]
+    rule = TABLEAUS["rk4"]
+    errors = []
+    for index, (state, reached) in enumerate(itertools.pairwise(states)):
+        exact, start = state, index * model.step_size
+        for number, block in enumerate(model.blocks):
+            first, last = number * model.block_span, (number + 1) * model.block_span
+            span = min(last, start + model.step_size) - max(first, start)
+            if span <= 1e-6 * model.step_size:
+                continue
+            kernels = shared_kernels(block, tokens)
+            for _ in range(STEP_PARTS):
+                slopes: list[Tensor] = []
+                for stage in rule.stages:
+                    at = advance(exact, slopes, stage, span / STEP_PARTS).to(tokens.dtype)
+                    slopes.append(block(at, kernels, None, False))
+                exact = advance(exact, slopes, rule.weights, span / STEP_PARTS)
+        size = state.square().mean().sqrt().clamp_min(torch.finfo(state.dtype).tiny)
+        errors.append(float((reached - exact).square().mean().sqrt() / size))
+    return tuple(errors)
+
+
+def _remedy(model: OdeVitSsog) -> str:
+    if model.flow_penalty == "none" or not model.flow_weight:
+        return "train it with pre_norm=True and flow_penalty='both' (timm_ssog.flow)"
+    missing = "pre_norm=True and " if isinstance(model.norm_pre, nn.Identity) else ""
+    return (
+        f"train it longer or with {missing}a flow_weight above {model.flow_weight:g}, or solve it with more steps or a "
+        f"method of higher order"
+    )
 
 
 def _distance(logits: Tensor, reference: Tensor) -> tuple[float, float]:
     drift = (logits - reference).square().mean().sqrt() / reference.std()
     return float(drift), float((logits.argmax(-1) != reference.argmax(-1)).float().mean())
+
+
+@dataclass(frozen=True)
+class AnytimeRow:
+    """A way of solving a trained model: evaluations for an image (mean, least, most), accuracy and flips in fractions.
+
+    ``setting`` is the number of steps of a fixed-step method, or the tolerance of an adaptive one.
+    """
+
+    solver: str
+    setting: float
+    evaluations: float
+    least: int
+    most: int
+    accuracy: float
+    flips: float
+
+
+@dataclass(frozen=True)
+class Anytime:
+    """What a trained continuous model is worth at how many evaluations of its velocity; see `anytime`."""
+
+    trained: str
+    trained_evaluations: float
+    trained_accuracy: float
+    rows: tuple[AnytimeRow, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'solver':<10} {'setting':>10} {'evaluations':>20} {'top-1':>7} {'flips':>7}"]
+        for row in self.rows:
+            setting = f"x {row.setting:g}" if row.least == row.most == row.evaluations else f"tol {row.setting:g}"
+            spread = "" if row.least == row.most else f" ({row.least} to {row.most})"
+            lines.append(
+                f"{row.solver:<10} {setting:>10} {f'{row.evaluations:.1f}{spread}':>20} {row.accuracy:>7.1%} "
+                f"{row.flips:>7.1%}"
+            )
+        lines.append(
+            f"Trained with {self.trained}: {self.trained_evaluations:g} evaluations, top-1 {self.trained_accuracy:.1%}."
+        )
+        half = [row for row in self.rows if row.evaluations <= self.trained_evaluations / 2]
+        if half:
+            best = max(half, key=lambda row: row.accuracy)
+            lines.append(
+                f"Half the evaluations cost {100 * (self.trained_accuracy - best.accuracy):.1f} points: {best.solver} "
+                f"with {best.evaluations:g} evaluations has {best.accuracy:.1%}."
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict:
+        """The result as JSON types."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def anytime(
+    model: OdeVitSsog,
+    images: Tensor,
+    labels: Tensor,
+    evaluations: Sequence[int] = (3, 4, 6, 8, 12, 24, 48),
+    solvers: Sequence[str] = (*TABLEAUS, "bosh3"),
+    tolerances: Sequence[float] = (1.0, 0.3, 0.1, 0.03, 0.01),
+) -> Anytime:
+    """Measure a trained model's accuracy against the evaluations of its velocity that inference is given.
+
+    Every solver runs on the same weights. Adaptive ones solve each image by itself, so that every image is given the
+    evaluations that it needs; *flips* are predictions that differ from those of the exact flow (`ode_report`).
+
+    Args:
+        model: A trained model, in the solver setting it was trained with.
+        images: (batch, in_chans, height, width).
+        labels: (batch,).
+        evaluations: Budgets of the fixed-step methods; one that a method can't spend in whole steps is left out.
+        solvers: Fixed-step methods, and adaptive ones that solve per sample.
+        tolerances: Of the adaptive ones, relative and absolute.
+
+    Returns:
+        The rows, which print as a table; `draw_anytime` draws them.
+
+    Raises:
+        ValueError: if the model is not a continuous one, a solver is unknown, or there is not one label an image.
+    """
+    _require_continuous(model)
+    if not len(images) or labels.shape != (len(images),):
+        raise ValueError(
+            f"Expected images and one label each, got {len(images)} images and labels of shape {tuple(labels.shape)}."
+        )
+    for solver in solvers:
+        require_choice("solvers", solver, (*TABLEAUS, *PER_SAMPLE_SOLVERS))
+
+    def right(logits: Tensor) -> float:
+        return float((logits.argmax(-1) == labels).float().mean())
+
+    rows = []
+    with _evaluating(model):
+        trained = f"{model.solver} x {model.num_steps}" if model.is_fixed_step else f"{model.solver}, {model.rtol:g}"
+        spent = torch.as_tensor(trace_solve(model, images[:8]).evaluations).double()
+        trained_accuracy = right(model(images))
+        with _solving(model, solver="rk4", solver_steps=REFERENCE_STEPS, adjoint=False, per_sample=False):
+            exact = model(images)
+        for solver in solvers:
+            if solver not in TABLEAUS:
+                for tolerance in tolerances:
+                    # one step, so that the solve need not stop on its way
+                    alone: dict[str, Any] = {"solver_steps": 1, "adjoint": False, "per_sample": True}
+                    with _solving(model, solver=solver, rtol=tolerance, atol=tolerance, **alone):
+                        end, _, traces = model._solve_traced(model._embed(images), [], 1)
+                        logits = model.forward_head(model.norm(end.flatten(1, 2)))
+                    counts = torch.as_tensor(join_traces(traces).evaluations)
+                    spread = (float(counts.double().mean()), int(counts.min()), int(counts.max()))
+                    rows.append(AnytimeRow(solver, tolerance, *spread, right(logits), _distance(logits, exact)[1]))
+                continue
+            stages = len(TABLEAUS[solver].stages)
+            for budget in evaluations:
+                steps = budget // stages
+                if budget % stages or steps % len(model.blocks):
+                    continue
+                with _solving(model, solver=solver, solver_steps=steps, adjoint=False, per_sample=False):
+                    logits = model(images)
+                flips = _distance(logits, exact)[1]
+                rows.append(AnytimeRow(solver, steps, budget, budget, budget, right(logits), flips))
+    return Anytime(trained, float(spent.mean()), trained_accuracy, tuple(rows))
+
+
+def draw_anytime(result: Anytime) -> Figure:
+    """Draw accuracy against evaluations for every solver of an `anytime` result.
+
+    Returns:
+        A matplotlib figure, its horizontal axis logarithmic; the cross is the setting of training.
+    """
+    figure, axes = _panels(1, 1, size=4.0)
+    axis = axes[0][0]
+    for solver in dict.fromkeys(row.solver for row in result.rows):
+        rows = sorted((row for row in result.rows if row.solver == solver), key=lambda row: row.evaluations)
+        axis.plot(
+            [row.evaluations for row in rows],
+            [100 * row.accuracy for row in rows],
+            marker="o",
+            markersize=3,
+            linestyle="-" if solver in TABLEAUS else "--",
+            label=solver if solver in TABLEAUS else f"{solver}, each image by itself",
+        )
+    axis.plot(result.trained_evaluations, 100 * result.trained_accuracy, "kx", label=f"as trained: {result.trained}")
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row.least for row in result.rows if row.solver in TABLEAUS})
+    axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+    axis.set(xlabel="evaluations of the velocity for an image", ylabel="top-1 accuracy, %")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+    return figure
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 import torch.fx
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
+    LayerNorm,
     LayerType,
     PatchEmbed,
     calculate_drop_path_rates,
@@ -39,6 +40,7 @@ from torch.jit import Final
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.digest import check_digests, without_digests
 from timm_ssog.errors import require_bool, require_choice, require_count, require_positive_int
+from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
 from timm_ssog.layers import (
     MIXERS,
     AttentionMixer,
@@ -64,12 +66,16 @@ __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each
 # called, not traced, by a plain torch.fx tracer (torchvision's) as by timm's own: they branch on sizes and dtypes
 torch.fx.wrap("check_image")
 torch.fx.wrap("as_state")
+torch.fx.wrap("pull_on_backward")
 torch.fx.wrap("resample_abs_pos_embed_nhwc")
 
 GRIDS = ("mixer.reference_grid", "mixer._extra_state")
 """Ends of the names under which checkpoints keep reference grids: older ones, and those of today."""
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
+
+STEM = r"^pos_embed|patch_embed|norm_pre"
+"""Parameters in front of all depth, for layer decay."""
 
 
 @register_notrace_function
@@ -133,6 +139,7 @@ class VitSsog(nn.Module):
         class_token: bool = False,
         reg_tokens: int = 0,
         pos_embed: str = "learn",
+        pre_norm: bool = False,
         fc_norm: bool = False,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
@@ -166,6 +173,7 @@ class VitSsog(nn.Module):
             class_token: Only False is possible; here so that asking for one says why.
             reg_tokens: Likewise, only 0.
             pos_embed: ``"learn"`` or ``"none"``.
+            pre_norm: Normalise the tokens (LayerNorm, whatever ``norm_layer`` is) before the first block.
             fc_norm: Move the final norm behind the pooling.
             dynamic_img_size: Take any multiple of the patch size at call time.
             dynamic_img_pad: Take any size at call time, padded to a multiple of the patch size.
@@ -180,6 +188,7 @@ class VitSsog(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         require_choice("mixer", mixer, MIXERS)
         require_choice("pos_embed", pos_embed, ("learn", "none", ""))
+        require_bool("pre_norm", pre_norm)
         require_positive_int("depth", depth)
         depth = int(depth)  # of numpy, say: timm wants Python's
         require_positive_int("embed_dim", embed_dim)
@@ -231,6 +240,7 @@ class VitSsog(nn.Module):
         )
         self.pos_embed = nn.Parameter(torch.empty(1, *grid_size, embed_dim, **dd)) if pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = LayerNorm(embed_dim, **dd) if pre_norm else nn.Identity()
 
         if mixer == "ssog":
             mixer_layer: Any = partial(
@@ -284,6 +294,22 @@ class VitSsog(nn.Module):
         named_apply(partial(_init_weights, needs_reset=needs_reset), self)
 
     @torch.jit.ignore()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights as torch does.
+
+        Raises:
+            RuntimeError: as torch's, and if the weights are those of a model of the other ``pre_norm``.
+        """
+        theirs, ours = "norm_pre.weight" in state_dict, not isinstance(self.norm_pre, nn.Identity)
+        # torch doesn't tell its hooks whether a load is strict
+        if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
+            raise RuntimeError(
+                f"The weights come from a model with{'' if theirs else 'out'} norm_pre, the norm before depth, and "
+                f"this has pre_norm={ours}: create it with pre_norm={theirs}."
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are positions and scales, not weights."""
         kernel_parameters = ("mixer.offset", "mixer.width", "mixer.amplitude")
@@ -293,7 +319,7 @@ class VitSsog(nn.Module):
     @torch.jit.ignore()
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer decay."""
-        return {"stem": r"^pos_embed|patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {"stem": STEM, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
 
     @torch.jit.ignore()
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -374,7 +400,7 @@ class VitSsog(nn.Module):
         if self.pos_embed is not None:
             _, height, width, _ = x.shape
             x = x + resample_abs_pos_embed_nhwc(self.pos_embed, [height, width])
-        return self.pos_drop(x)
+        return self.norm_pre(self.pos_drop(x))
 
     @torch.jit.ignore()
     def _set_steps(self, steps: list[dict[str, Any]]) -> None:
@@ -603,8 +629,8 @@ class LoopedVitSsog(VitSsog):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer decay."""
         return {
-            "stem": r"^pos_embed|patch_embed",
-            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm", (99999,))],
+            "stem": STEM,
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm\.", (99999,))],
         }
 
     @torch.jit.ignore()
@@ -692,6 +718,8 @@ class OdeVitSsog(VitSsog):
         per_sample: bool = False,
         max_evaluations: int = 1000,
         jitter: bool = False,
+        flow_penalty: str = "none",
+        flow_weight: float = 1.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         **kwargs: Any,
@@ -706,11 +734,15 @@ class OdeVitSsog(VitSsog):
             solver_steps: Steps of a fixed-step method over the horizon; for adaptive ones just the feature taps.
             rtol: Relative tolerance of an adaptive method.
             atol: Absolute tolerance of an adaptive method.
-            adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps.
+            adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps, but for a flow
+                penalty's one state and the terms of its mean squares for each of ``solver_steps`` intervals.
             per_sample: Step every image by itself, so that no prediction depends on batch-mates, as it never does with
                 a fixed-step method.
             max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
             jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
+            flow_penalty: What training minimises beside the loss, so that the model becomes the flow of its equation
+                (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
+            flow_weight: How strongly, relative to the gradient of the loss; 0 for not at all.
             proj_drop_rate: Only 0 is possible; here so that asking for dropout says why.
             drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
             **kwargs: Arguments of `VitSsog`.
@@ -728,7 +760,12 @@ class OdeVitSsog(VitSsog):
         _check_solver(solver, solver_steps, rtol, atol, adjoint, per_sample, max_evaluations)
         if solver in ADAPTIVE_SOLVERS or adjoint:
             _require_no_noise(drop_path_rate, jitter, solver, adjoint)
+        require_choice("flow_penalty", flow_penalty, FLOW_PENALTIES)
+        if not isinstance(flow_weight, (int, float)) or not 0 <= flow_weight < math.inf:
+            raise ValueError(f"flow_weight must be 0 or more, and finite, got {flow_weight!r}.")
         super().__init__(depth=depth, **kwargs)
+        self.flow_penalty = flow_penalty
+        self.flow_weight = float(flow_weight)
         self.horizon = float(horizon)
         self.block_span = self.horizon / depth
         self.drop_path_rate = drop_path_rate
@@ -781,9 +818,13 @@ class OdeVitSsog(VitSsog):
         self._set_steps([self._describe_step(index) for index in range(steps)])
 
     @torch.jit.ignore()
+    def _block_at(self, step: int) -> int:
+        """Index of the block in force when a step begins."""
+        return min(int(step * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
+
+    @torch.jit.ignore()
     def _describe_step(self, index: int) -> dict[str, Any]:
-        block = min(int(index * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
-        return {"module": f"blocks.{block}@step{index + 1}", "time": (index + 1) * self.step_size}
+        return {"module": f"blocks.{self._block_at(index)}@step{index + 1}", "time": (index + 1) * self.step_size}
 
     @torch.jit.ignore()
     def _truncate(self, steps: int) -> None:
@@ -792,11 +833,60 @@ class OdeVitSsog(VitSsog):
         self.drop_path_rates = self.drop_path_rates[:steps]
         self._set_steps([self._describe_step(index) for index in range(steps)])
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (batch, in_chans, height, width) to logits (batch, num_classes).
+
+        In training, the gradient of whatever loss is made of the logits carries that of the flow penalty.
+        """
+        if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
+            if torch.jit.is_scripting():
+                raise RuntimeError("A scripted model can't train with a flow penalty: create it with flow_weight=0.")
+            if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+                logits, penalties = self.forward_with_penalty(x)
+                return pull_on_backward(logits, penalties, self.flow_weight)
+        return self.forward_head(self.forward_features(x))
+
+    @torch.jit.ignore()
+    def forward_with_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the flow penalty with its gradient, whose mean a loop of one's own adds to its loss.
+
+        Other than in `forward`, the gradient of the logits does not carry the penalty: nothing is counted twice, and
+        ``flow_weight`` is not applied.
+
+        Args:
+            x: Images (batch, in_chans, height, width).
+
+        Returns:
+            (logits, penalties), with logits (batch, num_classes) and penalties (batch,).
+
+        Raises:
+            ValueError: if the model has no flow penalty, or its solver no error to penalise.
+        """
+        if self.flow_penalty == "none":
+            raise ValueError("The model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'.")
+        terms: list[Tensor] = []
+        none: list[int] = []
+        state, _ = self._integrate(self._embed(x), none, self.num_steps, terms)
+        if not terms:
+            raise ValueError(
+                f"flow_penalty='error' needs two steps per block with solver={self.solver!r}, which has one velocity a "
+                f"step, got solver_steps={self.num_steps} for {len(self.blocks)} blocks: use flow_penalty='kinetic', "
+                f"solver='midpoint' or more steps."
+            )
+        return self.forward_head(self.norm(state.flatten(1, 2))), torch.stack(terms).sum(0)
+
     def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        return self._integrate(x, taps, stop, None)
+
+    def _integrate(
+        self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Evolve, and collect the penalty (batch,) of every step where a list is given for it."""
+        error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
         if not torch.jit.is_scripting():
             # without gradients there is nothing to take by the adjoint, and the plain loop is the same solve
             if (self.adjoint and torch.is_grad_enabled()) or not self.is_fixed_step:
-                return self._solve(x, taps, stop)
+                return self._solve(x, taps, stop, penalties)
         elif not self.is_fixed_step:
             raise RuntimeError("An adaptive solver can't be scripted: set_solver('rk4') or another fixed-step method.")
         _, height, width, _ = x.shape
@@ -815,18 +905,27 @@ class OdeVitSsog(VitSsog):
             if self.jitter and self.training and steps > 0:
                 phase = torch.rand([1], device=state.device)  # the first step is cut short, and one more ends the grid
                 steps += 1
+            before: Tensor | None = None
             for step in range(steps):
                 number = first + min(step, self.steps_per_block - 1)
                 speed = self._random_speed(state, self.drop_path_rates[number], phase, step == 0, step == steps - 1)
                 slopes: list[Tensor] = []
+                full: list[Tensor] = []
+                start = state
                 for stage in self.stages:
                     at = advance(state, slopes, stage, self.step_size).to(dtype)
                     if self.grad_checkpointing and not torch.jit.is_scripting():
                         slope = checkpoint(block, at, kernels, None, False)
                     else:
                         slope = block(at, kernels, None, False)
+                    full.append(slope)
                     slopes.append(slope if speed is None else slope * speed)
                 state = advance(state, slopes, self.weights, self.step_size)
+                if penalties is not None and not torch.jit.is_scripting():
+                    term = step_penalty(start, full, self.weights, self.step_size, before, error, kinetic)
+                    before = full[0]
+                    if term is not None:
+                        penalties.append(term)
                 if number in taps and (phase is None or step < steps - 1):
                     states.append(state.to(dtype))
         return state.to(dtype), states
@@ -847,9 +946,34 @@ class OdeVitSsog(VitSsog):
         return speed
 
     @torch.jit.unused
-    def _solve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        state, states, _ = self._solve_traced(x, taps, stop)
+    def _solve(
+        self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        every = list(range(stop)) if penalties is not None else taps
+        state, states, _ = self._solve_traced(x, every, stop)
+        if penalties is not None:
+            self._penalise_taps([as_state(x), *states[:-1]], x.dtype, penalties)
+            states = [states[step] for step in taps]
         return state, states
+
+    @torch.jit.unused
+    def _penalise_taps(self, states: list[Tensor], dtype: torch.dtype, penalties: list[Tensor]) -> None:
+        """Collect penalties from one velocity at the start of each feature interval, for solves that show no stages."""
+        error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
+        for index, block in enumerate(self.blocks):
+            kernels = shared_kernels(block, states[0])
+            before: Tensor | None = None
+            for step, state in enumerate(states):
+                if self._block_at(step) == index:
+                    if self.adjoint or self.grad_checkpointing:
+                        slope = checkpoint(block, state.to(dtype), kernels, None, False)
+                    else:
+                        slope = block(state.to(dtype), kernels, None, False)
+                    wide = as_state(state)
+                    term = step_penalty(wide, [slope], [1.0], self.step_size, before, error, kinetic)
+                    before = slope
+                    if term is not None:
+                        penalties.append(term)
 
     @torch.jit.unused
     def _solve_traced(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
@@ -1159,6 +1283,17 @@ def _create_vit_ssog(
     return model
 
 
+# A looped model starts as the continuous one does, whose checkpoints it shares. Why these: examples/flow.py.
+LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
+ODE_ARGS: dict[str, Any] = {
+    "depth": 1,
+    "horizon": 12.0,
+    "pre_norm": True,
+    "flow_penalty": "both",
+    "flow_weight": 1.0,
+}
+
+
 @register_model
 def vit_ssog_tiny(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """Twelve blocks of width 192 with 3 heads, patch 16."""
@@ -1183,40 +1318,40 @@ def vit_ssog_base(pretrained: bool = False, **kwargs: Any) -> VitSsog:
 @register_model
 def vit_ssog_tiny_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block, looped twelve times, of width 192 with 3 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 1, "loops": 12, "num_heads": 3}
+    model_args: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, **LOOPED_ARGS}
     return _create_vit_ssog("vit_ssog_tiny_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_small_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block, looped twelve times, of width 384 with 6 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 1, "loops": 12, "num_heads": 6}
+    model_args: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, **LOOPED_ARGS}
     return _create_vit_ssog("vit_ssog_small_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_base_looped(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block, looped twelve times, of width 768 with 12 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 1, "loops": 12, "num_heads": 12}
+    model_args: dict[str, Any] = {"embed_dim": 768, "num_heads": 12, **LOOPED_ARGS}
     return _create_vit_ssog("vit_ssog_base_looped", pretrained, model_cls=LoopedVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_tiny_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block as a velocity over a horizon of twelve, of width 192 with 3 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 192, "depth": 1, "horizon": 12.0, "num_heads": 3}
+    model_args: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, **ODE_ARGS}
     return _create_vit_ssog("vit_ssog_tiny_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_small_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block as a velocity over a horizon of twelve, of width 384 with 6 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 384, "depth": 1, "horizon": 12.0, "num_heads": 6}
+    model_args: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, **ODE_ARGS}
     return _create_vit_ssog("vit_ssog_small_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))
 
 
 @register_model
 def vit_ssog_base_ode(pretrained: bool = False, **kwargs: Any) -> VitSsog:
     """One block as a velocity over a horizon of twelve, of width 768 with 12 heads, patch 16."""
-    model_args: dict[str, Any] = {"embed_dim": 768, "depth": 1, "horizon": 12.0, "num_heads": 12}
+    model_args: dict[str, Any] = {"embed_dim": 768, "num_heads": 12, **ODE_ARGS}
     return _create_vit_ssog("vit_ssog_base_ode", pretrained, model_cls=OdeVitSsog, **dict(model_args, **kwargs))

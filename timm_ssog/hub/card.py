@@ -149,6 +149,7 @@ def render_card(folder: str | Path) -> str:
         "results": results,
         "benchmark": _read_json(folder / "run/benchmark.json") if (folder / "run/benchmark.json").exists() else [],
         "certificate": _certificate(folder),
+        "ode_report": _read_json(folder / "run/ode_report.json") if (folder / "run/ode_report.json").exists() else None,
         "source": source,
         "citation": about.get("citation") or _CITATION,
     }

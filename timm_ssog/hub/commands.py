@@ -36,6 +36,9 @@ def export_command(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--benchmark", metavar="FILE", action="append", help="a --results-file of benchmark.py; may be repeated"
     )
+    parser.add_argument(
+        "--ode-report", metavar="FILE", help="JSON of timm_ssog.analysis.ode_report, of a continuous model"
+    )
     options = parser.parse_args(arguments)
     results: dict[str, list[str]] = {}
     for given in options.results:
@@ -54,6 +57,7 @@ def export_command(arguments: Sequence[str]) -> int:
             about=options.about,
             results=results,
             benchmark=options.benchmark,
+            ode_report=options.ode_report,
             on_progress=_say,
         )
         print(f'done: timm.create_model("local-dir:{options.out_dir}", pretrained=True)')

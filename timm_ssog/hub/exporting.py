@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import timm
 import torch
 import yaml
 
-from timm_ssog import VitSsog
+from timm_ssog import OdeVitSsog, VitSsog
+from timm_ssog.analysis import OdeRow
 from timm_ssog.errors import require_choice
 from timm_ssog.hub.card import ABOUT, RECORD, check_about, read_about, render_card
 from timm_ssog.hub.folder import (
@@ -51,6 +53,7 @@ def export(
     about: str | Path | None = None,
     results: Mapping[str, Paths] | None = None,
     benchmark: Paths | None = None,
+    ode_report: str | Path | None = None,
     on_progress: Callable[[str], None] = lambda step: None,
 ) -> Path:
     """Turn a run of timm's train.py into a folder to publish: model.safetensors, config.json and a README.md card.
@@ -67,6 +70,8 @@ def export(
         about: YAML with what nobody can measure (data, licence, limits); by default card.yaml of an earlier export.
         results: Files of validate.py's ``--results-file``, CSV or JSON, by the split that they are about.
         benchmark: Files of benchmark.py's ``--results-file``.
+        ode_report: File with the JSON of `timm_ssog.analysis.ode_report` of a continuous model, whose verdict the card
+            shows.
         on_progress: Called with a line before each step.
 
     Returns:
@@ -111,6 +116,8 @@ def export(
                 for row in _read_rows(files, _RESULT_FIELDS, parameters)
             ]
             write_json(folder / "run/results.json", rows)
+        if ode_report is not None:
+            write_json(folder / "run/ode_report.json", _read_ode_report(ode_report, model))
         if benchmark:
             write_json(folder / "run/benchmark.json", _read_rows(benchmark, _BENCHMARK_FIELDS, parameters))
         (folder / ABOUT).write_bytes(about_text)
@@ -220,6 +227,24 @@ def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dic
                 )
             rows.append(kept)
     return rows
+
+
+def _read_ode_report(path: str | Path, model: VitSsog) -> dict[str, Any]:
+    """The parts of an `OdeReport` that a card shows."""
+    if not isinstance(model, OdeVitSsog):
+        raise ValueError(f"{path} is of continuous depth, and {type(model).__name__} has none: leave ode_report out.")
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        kept = {key: content[key] for key in ("trained", "verdict", "converges", "step_errors")}
+        rows = [{field.name: row[field.name] for field in fields_of(OdeRow)} for row in content["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the JSON of timm_ssog.analysis.ode_report(…).to_dict() ({error!r}): write that to a file."
+        ) from error
+    setting = f"{model.solver} x {model.num_steps}"
+    if model.is_fixed_step and kept["trained"] != setting:
+        raise ValueError(f"{path} is about a model solved with {kept['trained']}, this one has {setting}.")
+    return {**kept, "rows": rows}
 
 
 def _number(value: Any) -> Any:

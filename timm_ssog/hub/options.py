@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from timm_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 from timm_ssog.layers import SeparableMixer
 
@@ -11,7 +13,7 @@ def unseen_options(model: VitSsog) -> dict[str, Any]:
 
     An export spells them out, so that a model stays what it is when a release changes their defaults.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"pre_norm": not isinstance(model.norm_pre, nn.Identity)}
     mixer = model.blocks[0].mixer
     if isinstance(mixer, SeparableMixer):
         options["amplitude"] = "convex" if mixer.convex else "signed"
@@ -19,6 +21,6 @@ def unseen_options(model: VitSsog) -> dict[str, Any]:
     if isinstance(model, LoopedVitSsog):
         options |= {"loops": model.loops, "input_injection": "add" if model.inject_input else "none"}
     if isinstance(model, OdeVitSsog):
-        names = ("horizon", "solver", "rtol", "atol", "per_sample")
+        names = ("horizon", "solver", "rtol", "atol", "per_sample", "flow_penalty", "flow_weight")
         options |= {"solver_steps": model.num_steps, **{name: getattr(model, name) for name in names}}
     return options

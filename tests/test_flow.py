@@ -1,0 +1,336 @@
+"""The flow penalty against its definition in float64, and its way into the gradient of any training loop."""
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import timm_ssog.layers
+from timm_ssog.depth import TABLEAUS
+
+IMAGES, CLASSES = 8, 5
+SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": CLASSES}
+PENALTIES = ("error", "kinetic", "both")
+TAPPED: list[dict[str, Any]] = [
+    {"solver": "bosh3", "rtol": 1e-6, "atol": 1e-6},
+    {"solver": "dopri5", "rtol": 1e-6, "atol": 1e-6, "adjoint": True},
+    {"solver": "bosh3", "rtol": 1e-6, "atol": 1e-6, "per_sample": True},
+    {"solver": "rk4", "adjoint": True},
+]
+"""Solves that show no stages, whose penalty comes from the velocity at the feature times."""
+
+
+def build(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {
+        "horizon": 3.0,
+        "solver_steps": 3,
+        "pre_norm": False,
+        "flow_penalty": "error",
+        "flow_weight": 1.0,
+        **options,
+    }
+    model = timm.create_model("vit_ssog_tiny_ode", **{**SMALL, **settings})
+    with torch.no_grad():
+        # weights of the size training gives them: at initialisation the velocity is nearly constant
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "blocks" in name and "mixer.a" not in name:
+                parameter.mul_(4)
+    return model.to(dtype).train()
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(IMAGES, 3, 32, 32, generator=generator, dtype=dtype), torch.arange(IMAGES) % CLASSES
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """All gradients as one vector."""
+    found = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in found), "a parameter without gradient"
+    return torch.cat([grad.flatten().double() for grad in found if grad is not None])
+
+
+def trained(model: Any, run: Any = None) -> Tensor:
+    """The gradient that a loop such as train.py's sees."""
+    own = batch(next(model.parameters()).dtype)
+    run = model if run is None else run  # not `or`: a compiled module has no truth
+    loss = nn.functional.cross_entropy(run(own[0]), own[1])
+    model.zero_grad()
+    loss.backward()
+    return gradient(model)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b) / (a.norm() * b.norm()))
+
+
+def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Tensor]:
+    """Logits and penalties from a loop over the tableau written out here; one block, fixed steps."""
+    x = model._embed(images)
+    block, h = model.blocks[0], model.horizon / model.num_steps
+    rule = TABLEAUS[model.solver]
+    total: Any = 0.0
+    before = None
+    for _ in range(model.num_steps):
+        slopes: list[Tensor] = []
+        for row in rule.stages:
+            slopes.append(block.delta(x + h * sum((w * k for w, k in zip(row, slopes, strict=True)), torch.zeros(()))))
+        step = h * sum(w * k for w, k in zip(rule.weights, slopes, strict=True))
+        if model.solver == "euler":
+            error = None if before is None else h / 2 * (slopes[0] - before)
+        else:
+            error = step - h * slopes[0]
+        before = slopes[0]
+        square = x.pow(2).mean((1, 2, 3))
+        if penalty != "kinetic" and error is not None:
+            total = total + error.pow(2).mean((1, 2, 3)) / square
+        if penalty != "error":
+            total = total + (h * slopes[-1]).pow(2).mean((1, 2, 3)) / square
+        x = x + step
+    return model.forward_head(model.norm(x.flatten(1, 2))), total
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("solver", TABLEAUS)
+def test_the_gradient_is_that_of_the_definition(solver: str, penalty: str) -> None:
+    model = build(torch.float64, solver=solver, flow_penalty=penalty, flow_weight=0.7)
+    images, labels = batch(torch.float64)
+    logits, penalties = by_definition(model, images, penalty)
+    assert penalties.min() > 1e-3
+    loss = nn.functional.cross_entropy(logits, labels)
+    (by_logits,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (loss + 0.7 * (by_logits.norm(dim=1) * penalties).sum()).backward()
+    expected = gradient(model)
+    ours = trained(model)
+    assert (ours - expected).norm() <= 1e-9 * expected.norm()
+    without = trained(build(torch.float64, solver=solver, flow_penalty="none"))
+    assert (without - expected).norm() > 1e-2 * expected.norm(), "the penalty matters here"
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_loop_of_ones_own_adds_the_penalty_once(penalty: str) -> None:
+    model = build(torch.float64, flow_penalty=penalty)
+    images, labels = batch(torch.float64)
+    logits, penalties = by_definition(model, images, penalty)
+    (nn.functional.cross_entropy(logits, labels) + 0.3 * penalties.mean()).backward()
+    expected = gradient(model)
+    model.zero_grad()
+    logits, penalties = model.forward_with_penalty(images)
+    assert penalties.shape == (IMAGES,)
+    (nn.functional.cross_entropy(logits, labels) + 0.3 * penalties.mean()).backward()
+    assert (gradient(model) - expected).norm() <= 1e-9 * expected.norm()
+
+
+@pytest.mark.parametrize("settings", [*({"solver": solver} for solver in TABLEAUS), *TAPPED], ids=str)
+def test_logits_are_those_of_a_model_without_penalty(settings: dict[str, Any]) -> None:
+    images, _ = batch()
+    with_penalty, without = build(**settings), build(**settings, flow_penalty="none")
+    if settings["solver"] in TABLEAUS or settings.get("per_sample"):
+        assert torch.equal(with_penalty(images), without(images))
+    for model in (with_penalty, without):
+        model.eval()
+    assert torch.equal(with_penalty(images), without(images))
+    with torch.no_grad():
+        assert torch.equal(with_penalty.train()(images), without.train()(images))
+
+
+def test_inference_and_fixed_steps_cost_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    plain = timm_ssog.layers.Block.forward
+    monkeypatch.setattr(timm_ssog.layers.Block, "forward", lambda *args: calls.append(1) or plain(*args))
+    model = build()
+    model(batch()[0])
+    assert len(calls) == 2 * model.num_steps
+    model.set_solver("bosh3")
+    calls.clear()
+    model.eval()(batch()[0])
+    in_inference = len(calls)
+    calls.clear()
+    model.train()(batch()[0])
+    assert len(calls) == in_inference + model.num_steps, "one velocity for every feature interval"
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_adaptive_solves_and_the_adjoint_have_the_gradient_of_a_fine_solve(penalty: str) -> None:
+    """Of tight solves all gradients agree, and with those of the definition at the same times."""
+    made = []
+    for settings in (*TAPPED, {"solver": "rk4", "solver_steps": 3, "adjoint": True, "horizon": 3.0}):
+        model = build(torch.float64, **{**settings, "horizon": 0.75}, flow_penalty=penalty, mlp_ratio=1.0)
+        images, labels = batch(torch.float64)
+        logits, penalties = model.forward_with_penalty(images)
+        (nn.functional.cross_entropy(logits, labels) + penalties.mean()).backward()
+        made.append((penalties.detach(), gradient(model)))
+    model = build(torch.float64, solver="euler", horizon=0.75, flow_penalty=penalty, mlp_ratio=1.0)
+    logits, penalties = by_definition(model, images, penalty)
+    for penalty_values, grads in made:
+        assert torch.allclose(penalty_values, made[0][0], rtol=1e-3)
+        assert (grads - made[0][1]).norm() <= 1e-2 * made[0][1].norm()
+    # Euler's states differ by its own error, so the penalties only nearly
+    assert torch.allclose(penalties, made[0][0], rtol=0.5)
+
+
+def test_several_blocks_and_the_block_that_changes_between_steps() -> None:
+    model = build(torch.float64, depth=3, horizon=3.0, solver="euler", solver_steps=6)
+    images, _ = batch(torch.float64)
+    x, h, total = model._embed(images), 0.5, torch.zeros(IMAGES, dtype=torch.float64)
+    for block in model.blocks:
+        first = block.delta(x)
+        x = x + h * first
+        second = block.delta(x)
+        total += (h / 2 * (second - first)).pow(2).mean((1, 2, 3)) / x.pow(2).mean((1, 2, 3))
+        x = x + h * second
+    assert torch.allclose(model.forward_with_penalty(images)[1], total, rtol=1e-10)
+    model.set_solver("dopri5", rtol=1e-9, atol=1e-9)
+    assert torch.allclose(model.forward_with_penalty(images)[1], total, rtol=0.5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"jitter": True}, {"drop_path_rate": 0.5}, {"drop_path_rate": 0.3, "jitter": True}]
+)
+def test_checkpointing_and_noise(settings: dict[str, Any]) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = build(torch.float64, **settings)
+        model.set_grad_checkpointing(checkpointing)
+        torch.manual_seed(5)
+        grads.append(trained(model))
+    assert torch.isfinite(grads[0]).all()
+    assert (grads[0] - grads[1]).norm() <= 1e-9 * grads[0].norm()
+
+
+def scaled(model: Any, scale: float) -> Tensor:
+    """The gradient of the first step that a GradScaler does not skip for an overflow."""
+    images, labels = batch()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(8):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if torch.isfinite(gradient(model)).all():
+            return gradient(model)
+        scaler.step(optimizer)
+        scaler.update()
+    raise AssertionError("no step without an overflow")
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("solver", ["euler", "midpoint", "rk4"])
+def test_a_scaler_and_accumulation_keep_the_direction(solver: str, penalty: str) -> None:
+    model = build(solver=solver, flow_penalty=penalty, flow_weight=20.0)
+    expected = trained(model)
+    images, labels = batch()
+    plain = trained(build(solver=solver, flow_penalty="none"))
+    assert cosine(expected, plain) < 0.98, "the penalty matters here"
+    for scale in (1024.0, 65536.0):
+        assert cosine(scaled(model, scale), expected) > 0.999
+    model.zero_grad()
+    for part, wanted in zip(images.chunk(4), labels.chunk(4), strict=True):
+        (nn.functional.cross_entropy(model(part), wanted) / 4).backward()
+    accumulated = gradient(model)
+    assert (accumulated - expected).norm() <= 1e-4 * expected.norm()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        nn.functional.cross_entropy(model(images), labels).backward()
+    assert cosine(gradient(model), expected) > 0.99
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_compiled_model_trains_the_same(penalty: str) -> None:
+    model = build(flow_penalty=penalty)
+    expected = trained(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert (trained(model, compiled) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_per_sample_gradients_by_vmap() -> None:
+    model = build()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    images, labels = batch()
+
+    def loss(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, weights, (image[None],))
+        return nn.functional.cross_entropy(logits, label[None])
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, images, labels)
+    mean = torch.cat([each[name].mean(0).flatten().double() for name in parameters])
+    expected = trained(model)
+    assert (mean - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_a_training_model_can_be_copied_and_averaged() -> None:
+    model = build()
+    loss = nn.functional.cross_entropy(model(batch()[0]), batch()[1])
+    average = timm.utils.ModelEmaV3(model, decay=0.5)
+    copied = copy.deepcopy(model)
+    loss.backward()
+    average.update(model)
+    assert torch.equal(copied.eval()(batch()[0]), model.eval()(batch()[0]))
+
+
+def test_a_loss_that_is_minimal_pulls_nowhere() -> None:
+    model = build()
+    (model(batch()[0]) * 0).sum().backward()
+    assert gradient(model).norm() == 0
+
+
+def test_export_and_script_in_training_stand_aside_or_say_so() -> None:
+    model = build()
+    images, _ = batch()
+    program = torch.export.export(model, (images,), strict=False)
+    assert torch.allclose(program.module()(images), model(images), atol=1e-5)
+    scripted = torch.jit.script(model)
+    with pytest.raises(Exception, match=r"create it with flow_weight=0"):
+        scripted(images)
+    with torch.no_grad():
+        assert torch.allclose(scripted(images), model(images), atol=1e-5)
+    assert torch.allclose(scripted.eval()(images), model(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flow_penalty": "energy"}, "flow_penalty must be one of 'none', 'error', 'kinetic', 'both'"),
+        ({"flow_weight": -1.0}, "flow_weight must be 0 or more, and finite, got -1.0"),
+        ({"flow_weight": float("nan")}, "flow_weight must be 0 or more"),
+        ({"flow_weight": "strong"}, "flow_weight must be 0 or more"),
+        ({"pre_norm": "yes"}, "pre_norm must be True or False"),
+    ],
+    ids=str,
+)
+def test_wrong_options_say_what_was_expected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_one_step_of_euler_has_no_error_to_penalise() -> None:
+    model = build(solver="euler", solver_steps=3, depth=3)
+    with pytest.raises(ValueError, match=r"needs two steps per block with solver='euler'.*use flow_penalty='kinetic'"):
+        model(batch()[0])
+    model.eval()(batch()[0])
+    with pytest.raises(ValueError, match="The model has no flow penalty"):
+        build(flow_penalty="none").forward_with_penalty(batch()[0])
+
+
+@pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
+def test_pre_norm_gives_the_state_a_unit_start(name: str) -> None:
+    model: Any = timm.create_model(name, pre_norm=True, **SMALL).eval()
+    state = model._embed(100 * batch()[0])
+    assert torch.allclose(state.pow(2).mean(-1), torch.ones(()), atol=1e-2)
+    assert torch.allclose(state.mean(-1), torch.zeros(()), atol=1e-4)
+
+
+def test_a_checkpoint_of_the_other_pre_norm_says_what_to_do() -> None:
+    with_norm, without = build(pre_norm=True), build(pre_norm=False)
+    with pytest.raises(RuntimeError, match=r"this has pre_norm=True: create it with pre_norm=False"):
+        with_norm.load_state_dict(without.state_dict())
+    with pytest.raises(RuntimeError, match=r"this has pre_norm=False: create it with pre_norm=True"):
+        without.load_state_dict(with_norm.state_dict())
+    with_norm.load_state_dict(without.state_dict(), strict=False)
+    without.load_state_dict(without.state_dict())
