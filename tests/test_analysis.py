@@ -143,7 +143,7 @@ def test_report_says_which_step_errs_and_what_helps():
     assert f"{report.step_errors[0]:.2g}" in str(report)
     assert "flow_penalty='both'" in report.remedy
     regular = analysis.ode_report(
-        build(flow_penalty="error", flow_weight=2.0), photos(), steps=(2,), solvers=("euler",)
+        build(pre_norm=False, flow_penalty="error", flow_weight=2.0), photos(), steps=(2,), solvers=("euler",)
     )
     assert "pre_norm=True and a flow_weight above 2" in regular.remedy
     adaptive = build(solver="dopri5", rtol=1e-6, atol=1e-6, solver_steps=3)
