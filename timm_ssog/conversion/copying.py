@@ -31,8 +31,7 @@ def student_options(teacher: Teacher) -> dict[str, Any]:
     }
     if model.pos_embed is None:
         options["pos_embed"] = "none"
-    if _has_pre_norm(model):
-        options["pre_norm"] = True
+    options["pre_norm"] = _has_pre_norm(model)  # either way: it is the default of continuous models
     return options
 
 
@@ -82,7 +81,7 @@ def check_pair(student: VitSsog, teacher: Teacher, blocks: list[int]) -> list[st
         )
     notes = []
     if _has_pre_norm(student) and not _has_pre_norm(model):
-        raise ValueError("The student has a norm before its blocks (pre_norm), the teacher none: leave that out.")
+        raise ValueError("The student has a norm before its blocks (pre_norm), the teacher none: create it with pre_norm=False.")
     if model.global_pool == "token" or getattr(model, "pool_include_prefix", False):
         notes.append(
             "The teacher's head reads its class token, the student's the mean of its patch tokens: without a refit or "
