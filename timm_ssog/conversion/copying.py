@@ -81,7 +81,9 @@ def check_pair(student: VitSsog, teacher: Teacher, blocks: list[int]) -> list[st
         )
     notes = []
     if _has_pre_norm(student) and not _has_pre_norm(model):
-        raise ValueError("The student has a norm before its blocks (pre_norm), the teacher none: create it with pre_norm=False.")
+        raise ValueError(
+            "The student has a norm before its blocks (pre_norm), the teacher none: create it with pre_norm=False."
+        )
     if model.global_pool == "token" or getattr(model, "pool_include_prefix", False):
         notes.append(
             "The teacher's head reads its class token, the student's the mean of its patch tokens: without a refit or "
