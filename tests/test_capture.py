@@ -151,7 +151,9 @@ def test_compiled_under_autocast_and_checkpointing(build: Build) -> None:
 # where torch is told to use no vector instructions, its inductor still writes vector code, for which it has no header
 @pytest.mark.skipif(os.environ.get("ATEN_CPU_CAPABILITY") == "default", reason="inductor writes vector code")
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a compiler")
-def test_inductor(build: Build) -> None:
+def test_inductor(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # not the cache of all processes, in which one that was killed may have left half a library
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = build(depth=1).train()
     images = torch.randn(2, 3, 48, 40)
     expected = gradients(model, model, images)
