@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import huggingface_hub.file_download
 import pytest
 import timm
 import torch
@@ -38,7 +39,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub(tmp_path / "xet").serving() as running:
         template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for module in (huggingface_hub.constants, huggingface_hub.file_download):  # the latter has its own copy
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         # weights by plain HTTP, unless a test says otherwise: the xet client is the other way
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
