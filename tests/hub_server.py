@@ -241,7 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
         if found := self.find(repo, revision):
             repository, oid = found
             siblings = [{"rfilename": path} for path in repository.commits[oid]]
-            self.reply({"id": repo, "sha": oid, "siblings": siblings, "private": repository.private})
+            answer = {"id": repo, "sha": oid, "siblings": siblings, "private": repository.private, "xetEnabled": True}
+            self.reply(answer)
 
     def resolve(self, repo: str, revision: str, file: str) -> None:
         found = self.find(repo, revision)

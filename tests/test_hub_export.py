@@ -490,7 +490,8 @@ def test_truncated_weights_are_an_error(exported: Path, length: int) -> None:
 
 
 def test_exchanged_tensors_and_options_are_errors(exported: Path) -> None:
-    state = load_file(exported / "model.safetensors")
+    # copies: older safetensors map the file that is written to below
+    state = {name: tensor.clone() for name, tensor in load_file(exported / "model.safetensors").items()}
     names = [f"blocks.{block}.mixer.offset" for block in (0, 1)]
     swapped = {**state, names[0]: state[names[1]], names[1]: state[names[0]]}
     save_file(swapped, exported / "model.safetensors")

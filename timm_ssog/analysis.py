@@ -478,8 +478,8 @@ def trajectory(model: VitSsog, images: Tensor) -> Figure:
         (axes[0][0], depth, distance, "distance from the embedding"),
         (axes[0][1], depth[1:], speed, "mean speed since the step before"),
     ):
-        axis.plot(times, lines.cpu(), color="tab:blue", alpha=0.25, linewidth=0.8)
-        axis.plot(times, lines.mean(1).cpu(), color="tab:blue", linewidth=2, label="mean")
+        axis.plot(times, lines.cpu().numpy(), color="tab:blue", alpha=0.25, linewidth=0.8)
+        axis.plot(times, lines.mean(1).cpu().numpy(), color="tab:blue", linewidth=2, label="mean")
         axis.set_xlabel("time" if "time" in model.feature_info[0] else "depth")
         axis.set_title(label, fontsize=9)
         axis.legend(frameon=False, fontsize=8)

@@ -445,7 +445,7 @@ def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
     # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to its forward alone
     if type(block) is not Block or type(block.mixer) is not SeparableMixer:
         return False
-    if not {"offset", "width", "amplitude"} <= block.mixer._parameters.keys():
+    if not all(name in block.mixer._parameters for name in ("offset", "width", "amplitude")):
         return False  # computed from others when the mixer is called, as torch.nn.utils.prune does
     offset = block.mixer.offset
     if not isinstance(x, Tensor):  # symbolic tracing, of a module that torch.fx takes as it is
