@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import SolveError, require_choice, require_positive_int
+from timm_ssog.ops.capture import is_captured
 
 ADAPTIVE_SOLVERS = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
 
@@ -725,7 +726,7 @@ def _require_problem(x: Tensor, times: Sequence[float]) -> list[float]:
     listed = [float(time) for time in times]
     if len(listed) < 2 or not all(map(math.isfinite, listed)) or any(b <= a for a, b in pairwise(listed)):
         raise ValueError(f"times must be at least two finite numbers, each above the one before, got {listed}.")
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if is_captured():
         raise SolveError(
             "A solve by torchdiffeq or per sample can't be traced or exported",
             listed[0],

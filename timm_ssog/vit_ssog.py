@@ -59,6 +59,7 @@ from timm_ssog.ode import (
     solve_fixed_adjoint,
     solve_per_sample,
 )
+from timm_ssog.ops.capture import is_captured
 from timm_ssog.sublayers import act_class, norm_class, warn_of_other_layers
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
@@ -841,7 +842,7 @@ class OdeVitSsog(VitSsog):
         if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
             if torch.jit.is_scripting():
                 raise RuntimeError("A scripted model can't train with a flow penalty: create it with flow_weight=0.")
-            if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+            if not is_captured():
                 logits, penalties = self.forward_with_penalty(x)
                 return pull_on_backward(logits, penalties, self.flow_weight)
         return self.forward_head(self.forward_features(x))

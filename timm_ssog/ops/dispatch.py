@@ -5,6 +5,7 @@ from torch import Tensor
 
 from timm_ssog.errors import require_choice
 from timm_ssog.ops import eager, fused, naive
+from timm_ssog.ops.capture import is_captured
 
 IMPLEMENTATIONS = ("auto", "naive", "eager", "fused")
 
@@ -72,7 +73,7 @@ def _run(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, implementa
 def _prefers_fused(values: Tensor) -> bool:
     """Whether ``"auto"`` takes the kernels: on a GPU that has them, for whatever they can do."""
     # a graph that leaves this process must not need this package, let alone a kernel for one kind of device
-    if values.device.type in ("cpu", "meta") or torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if values.device.type in ("cpu", "meta") or is_captured():
         return False
     return fused.logged_obstacle(values.device, values.dtype) is None
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from timm_ssog.ops.capture import is_captured
+
 # Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits, in tenths: a multiply-add
 # of the stacked form takes as long as this many of the dense form (small products, an intermediate M times the input)
 STACKED_COST = 25
@@ -41,7 +43,7 @@ def prefers_dense(batch: int, height: int, width: int, head_dim: int, components
 def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """Mix values, saving for the backward pass nothing but the three inputs; shapes as in `timm_ssog.separable_mix`."""
     inputs = (values, row_kernels, column_kernels)
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if is_captured():
         return _exportable_mix(*inputs)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return _Mix.apply(*inputs) if torch.compiler.is_compiling() else _DifferentiableMix.apply(*inputs)
