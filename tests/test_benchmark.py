@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ benchmark: Any = importlib.import_module("benchmark")
 bench_memory: Any = importlib.import_module("bench_memory")
 bench_report: Any = importlib.import_module("bench_report")
 bench_speed: Any = importlib.import_module("bench_speed")
-readme_tables: Any = importlib.import_module("readme_tables")
+exported_speed: Any = importlib.import_module("exported_speed")
+results_tables: Any = importlib.import_module("results_tables")
 mixing_cost: Any = importlib.import_module("mixing_cost")
 runs: Any = importlib.import_module("runs")
 
@@ -342,14 +344,14 @@ def test_summary_leaves_out_the_sizes_in_between() -> None:
 
 def test_readme_regions_are_filled() -> None:
     text = "before\n<!-- table: a -->\nold\n<!-- end of table -->\nafter <!-- not one -->\n"
-    filled = readme_tables.fill(text, {"a": "| \\1 |"})
+    filled = results_tables.fill(text, {"a": "| \\1 |"})
     assert filled == "before\n<!-- table: a -->\n\n| \\1 |\n\n<!-- end of table -->\nafter <!-- not one -->\n"
-    assert readme_tables.fill(filled, {"a": "| \\1 |"}) == filled
-    assert readme_tables.fill(text + text, {"a": "x", "b": "y"}).count("\n\nx\n\n") == 2
+    assert results_tables.fill(filled, {"a": "| \\1 |"}) == filled
+    assert results_tables.fill(text + text, {"a": "x", "b": "y"}).count("\n\nx\n\n") == 2
     with pytest.raises(SystemExit, match="No results for the table 'a'; there are b"):
-        readme_tables.fill(text, {"b": ""})
+        results_tables.fill(text, {"b": ""})
     with pytest.raises(SystemExit, match="2 tables begin"):
-        readme_tables.fill(text + "<!-- table: a -->\n", {"a": ""})
+        results_tables.fill(text + "<!-- table: a -->\n", {"a": ""})
 
 
 def test_readme_script_writes_or_checks(
@@ -357,12 +359,12 @@ def test_readme_script_writes_or_checks(
 ) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: ablation -->\n<!-- end of table -->\n")
-    monkeypatch.setattr(readme_tables, "README", readme)
+    monkeypatch.setattr(results_tables, "PAGE", readme)
     with pytest.raises(SystemExit, match="differs"):
-        readme_tables.main(["--check"])
-    readme_tables.main([])
+        results_tables.main(["--check"])
+    results_tables.main([])
     assert "| attention twin |" in readme.read_text()
-    readme_tables.main(["--check"])
+    results_tables.main(["--check"])
     assert "agrees" in capsys.readouterr().out
 
 
@@ -450,3 +452,17 @@ def test_small_grids_are_dense_and_large_ones_stacked(backward: bool) -> None:
         assert eager.prefers_dense(batch, 7, 7, 64, 4, backward=backward)
     for batch in (1, 64):
         assert not eager.prefers_dense(batch, 32, 32, 64, 4, backward=backward)
+
+
+def test_exported_models_take_turns() -> None:
+    record = exported_speed.measure("tiny", 32, 0.0)
+    turns = record["milliseconds"]["ONNX Runtime"]
+    assert set(turns) == {"ssog", "twin", "timm"}
+    assert min(map(len, turns.values())) == 3
+    assert exported_speed.speed_up(record, "ONNX Runtime", "twin") > 0
+    assert f"| tiny | 32 | ONNX Runtime | {statistics.median(turns['ssog']):.0f} |" in exported_speed.table([record])
+
+
+def test_speed_up_is_the_median_ratio_within_turns() -> None:
+    record = {"milliseconds": {"R": {"ssog": [1.0, 2.0, 4.0], "twin": [3.0, 2.0, 8.0]}}}
+    assert exported_speed.speed_up(record, "R", "twin") == 2.0

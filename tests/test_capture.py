@@ -16,6 +16,8 @@ from timm.models import create_feature_extractor
 from torch import Tensor
 from torch.export import Dim
 
+from timm_ssog.ops.capture import is_captured
+
 Build = Callable[..., Any]
 
 SIZES = [(2, 3, 48, 40), (3, 3, 32, 32), (1, 3, 24, 72)]
@@ -236,3 +238,15 @@ def test_whole_model_under_torch_func(build: Build) -> None:
     slope = torch.func.jvp(twin, (images.double(),), (tangent.double(),))[1]
     secant = (twin(images + step * tangent.double()) - twin(images - step * tangent.double())) / (2 * step)
     torch.testing.assert_close(slope, secant, rtol=1e-4, atol=1e-6)
+
+
+def test_only_graphs_that_leave_the_process_count_as_captured() -> None:
+    class Asks(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (1 if is_captured() else 0)
+
+    x = torch.zeros(1)
+    assert Asks()(x) == torch.compile(Asks(), fullgraph=True, backend="eager")(x) == 0
+    assert torch.jit.trace(Asks(), x)(x) == 1
+    for strict in (False, True):
+        assert torch.export.export(Asks(), (x,), strict=strict).module()(x) == 1

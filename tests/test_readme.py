@@ -4,14 +4,21 @@ import importlib
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+RESULTS = ROOT / "examples" / "results"
+PAGE = RESULTS / "README.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -52,81 +59,129 @@ def test_bash_blocks_run(code, tmp_path):
         assert "vit_ssog_small_ode" in result.stdout
 
 
-@pytest.mark.parametrize("experiment", ["ablation", "flow"])
-def test_tables_of_experiments_are_those_of_the_results(experiment, monkeypatch):
+def test_the_readme_is_read_in_one_go():
+    assert len(README.read_text().splitlines()) <= 180
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     monkeypatch.syspath_prepend(ROOT / "examples")
-    runs = json.loads((ROOT / "examples" / "results" / f"{experiment}.json").read_text())["runs"]
-    assert importlib.import_module(experiment).table(runs) in README.read_text()
+    return importlib.import_module
 
 
-def test_tables_between_comments_are_those_of_the_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    readme_tables = importlib.import_module("readme_tables")
-    tables = readme_tables.tables()
-    assert "<!-- table: benchmark targets -->" in README.read_text()
-    assert readme_tables.fill(README.read_text(), tables) == README.read_text()
+def runs(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
 
 
-def test_benchmark_report_is_that_of_the_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    results = ROOT / "examples" / "results" / "benchmark.json"
-    content = json.loads(results.read_text())
-    report = importlib.import_module("bench_report").report(content["recipe"], content["runs"])
-    assert results.with_suffix(".md").read_text() == report + "\n"
+def words(page: Path) -> str:
+    return " ".join(page.read_text().split())
 
 
-def test_what_the_readme_says_of_the_digits_checkpoint_was_measured():
+def mean(values: Iterable[float]) -> str:
+    return f"{statistics.mean(values):.1f}"
+
+
+def test_tables_of_the_page_of_results_are_those_of_the_results(example):
+    results_tables = example("results_tables")
+    tables = results_tables.tables()
+    assert {"ablation", "benchmark targets", "exported_speed", "flow", "matched"} <= {
+        name for name, _ in results_tables.REGION.findall(PAGE.read_text())
+    }
+    assert results_tables.fill(PAGE.read_text(), tables) == PAGE.read_text()
+
+
+def test_benchmark_report_is_that_of_the_results(example):
+    content = json.loads((RESULTS / "benchmark.json").read_text())
+    report = example("bench_report").report(content["recipe"], content["runs"])
+    assert (RESULTS / "benchmark.md").read_text() == report + "\n"
+
+
+def test_speed_in_the_table_was_measured(example):
+    records = [run for run in runs("benchmark") if run.get("img_size") == 1024]
+    [cell] = example("bench_report").select(records, "inference", "small", "discrete")
+    speed_up = example("bench_report").speed_up
+    text = README.read_text()
+    slower = f"{speed_up(cell, 'twin'):.2f}x slower | {speed_up(cell, 'timm'):.2f}x slower |"
+    assert f"| throughput at 1024 px, PyTorch, one CPU thread | 1 | {slower}" in text
+    exported = example("exported_speed")
+    [record] = [run for run in runs("exported_speed") if (run["size"], run["img_size"]) == ("small", 1024)]
+    for runtime in ("ONNX Runtime", "OpenVINO"):
+        twin, vit = (exported.speed_up(record, runtime, other) for other in ("twin", "timm"))
+        assert f"exported to {runtime} | 1 | {twin:.2f}x slower | {vit:.2f}x slower |" in text
+
+
+def test_accuracy_in_the_table_was_measured():
+    def discrete(mixer: str, coords: str, scale: str) -> str:
+        settings = [run for run in runs("matched") if re.fullmatch(f"discrete, .*, {mixer}", run["setting"])]
+        assert len(settings) == 9
+        return mean(run["zero_shot"][coords][scale] for run in settings)
+
+    text = README.read_text()
+    for scale in ("1", "2"):
+        assert f"| {discrete('SSoG', 'relative', scale)} | {discrete('attention', 'attention', scale)} | - |" in text
+
+
+def test_parameters_in_the_tables_were_counted():
+    def millions(name: str, **options: Any) -> str:
+        with torch.device("meta"):
+            return f"{sum(p.numel() for p in timm.create_model(name, **options).parameters()) / 1e6:.1f} M"
+
+    text = README.read_text()
+    counts = [millions("vit_ssog_small"), millions("vit_ssog_small", mixer="attention")]
+    assert f"| {' | '.join([*counts, millions('vit_small_patch16_224')])} |" in text
+    sizes = " | ".join(millions(f"vit_ssog_{size}") for size in ("tiny", "small", "base"))
+    assert f"| `vit_ssog_<size>`: 12 blocks | {sizes} |" in text
+
+
+def test_what_is_said_of_the_digits_checkpoint_was_measured():
     rows = json.loads((ROOT / "hub_cards" / "vit_ssog_tiny.mnist5k" / "run" / "results.json").read_text())
     top1 = {row["img_size"]: row["top1"] for row in rows}
-    text = " ".join(README.read_text().split())
-    assert f"it reads {top1[32]} % right, and enlarged to 96 px still {top1[96]} %" in text
+    said = f"{top1[32]} % of the 1,000 test images right at 32 px, and {top1[96]} % when they are enlarged to 96 px"
+    assert said in words(README)
 
 
-def test_what_the_readme_says_of_the_matched_comparison_was_measured(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    matched = importlib.import_module("matched")
-    runs = json.loads((ROOT / "examples" / "results" / "matched.json").read_text())["runs"]
-    gains = {(depth, width): matched.paired(runs, depth, width) for depth in matched.DEPTHS for width in matched.WIDTHS}
+def test_what_is_said_of_the_matched_comparison_was_measured(example):
+    matched = example("matched")
+    gains = {
+        (depth, width): matched.paired(runs("matched"), depth, width)
+        for depth in matched.DEPTHS
+        for width in matched.WIDTHS
+    }
     assert {len(differences) for differences in gains.values()} == {3}
     unclear = {
         cell
         for cell, differences in gains.items()
         if not 0 < matched.gain(differences)[1] < matched.gain(differences)[0]
     }
-    text = " ".join(README.read_text().split())
+    text = words(PAGE)
     assert "In the narrowest shared blocks one of the three seeds does not learn" in text
     assert "in all other cells SSoG is ahead by more than two standard errors" in text
-    longer = json.loads((ROOT / "examples" / "results" / "matched-16-epochs.json").read_text())
+    longer = json.loads((RESULTS / "matched-16-epochs.json").read_text())
     ours, twin = (run["accuracy"] for run in longer["runs"])
     assert longer["recipe"]["epochs"] == 16
     assert f"the small discrete models come to {ours} and {twin} %" in text
+    assert f"the gap of the small models falls to {ours} against {twin} (one seed)" in words(README)
     assert unclear == {("looped", "tiny"), ("continuous", "tiny")}
     assert [sum(difference < 0 for difference in gains[cell]) for cell in unclear] == [1, 1]
 
 
-def test_what_the_readme_says_of_the_bounds_was_counted():
-    runs = json.loads((ROOT / "examples" / "results" / "benchmark.json").read_text())["runs"]
-    counts = {run["size"]: run["counts"] for run in runs if run["measure"] == "cost" and run["img_size"] == 1024}
+def test_what_is_said_of_the_bounds_was_counted():
+    cost = [run for run in runs("benchmark") if run["measure"] == "cost" and run["img_size"] == 1024]
+    counts = {run["size"]: run["counts"] for run in cost}
     shares = [counts[size]["ceiling"]["flops"] / counts[size]["ssog"]["flops"] for size in ("tiny", "small", "base")]
-    text = " ".join(README.read_text().split())
     tiny, small, base = (round(100 * share) for share in shares)
-    assert f"no more than {tiny}, {small} and {base} % of the ceiling can be kept" in text
+    assert f"no more than {tiny}, {small} and {base} % of the ceiling can be kept" in words(PAGE)
     tiny, small, base = (4 * (64 + 64) / width for width in (192, 384, 768))
-    assert f"{tiny:.1f} for tiny, {small:.1f} for small and {base:.1f} for base at 1024 px" in text
+    assert f"{tiny:.1f} for tiny, {small:.1f} for small and {base:.1f} for base at 1024 px" in words(PAGE)
 
 
-def test_what_the_readme_says_of_the_flow_was_measured():
-    def runs(name: str, setting: str) -> list[dict]:
-        content = json.loads((ROOT / "examples" / "results" / f"{name}.json").read_text())
-        return [run for run in content["runs"] if run["setting"] == setting]
-
-    def mean(values: list[float]) -> str:
-        return f"{sum(values) / len(values):.1f}"
-
-    text = " ".join(README.read_text().split())
-    before, after = runs("solvers", "midpoint x 6"), runs("flow", "as registered")
+def test_what_is_said_of_the_flow_was_measured():
+    before = [run for run in runs("solvers") if run["setting"] == "midpoint x 6"]
+    after = [run for run in runs("flow") if run["setting"] == "as registered"]
     assert {run["seed"] for run in before} == {run["seed"] for run in after} == {0, 1, 2}
-    assert f"solved exactly, {mean([run['flips'] for run in before])} % of its predictions change" in text
-    assert f"top-1 {mean([run['accuracy'] for run in before])} ± " in text
-    cost = mean([run["accuracy"] - run["half"]["accuracy"] for run in after])
-    assert f"Half the evaluations, midpoint x 3, cost {cost} points" in text
+    flips, accuracy = (mean(run[name] for run in before) for name in ("flips", "accuracy"))
+    assert f"solved exactly, {flips} % of its predictions on digits change" in words(README)
+    assert f"{flips} % of the predictions differed (`solvers.json`, same setting, top-1 {accuracy} ± " in words(PAGE)
+    cost = mean(run["accuracy"] - run["half"]["accuracy"] for run in after)
+    change = mean(run["flips"] for run in after)
+    assert f"{change} % change, and half the evaluations cost {cost} points" in words(README)

@@ -92,7 +92,7 @@ GRADIENT_PATHS = (
     Choice(2, ANY, "products", "bound by arithmetic, where the library's large products come closer to the peak"),
     Choice(4, ANY, "products", "exact float32 has no tensor cores; the library's products are the better FMA kernels"),
 )
-"""Expected from the roofline in the design note, not measured: the first line that fits is taken."""
+"""Expected from a roofline (bytes and operations against an H200), not measured: the first line that fits is taken."""
 
 
 def mix_tile(item_bytes: int, longest_axis: int, components: int, head_dim: int, shared_memory: int) -> Tile:

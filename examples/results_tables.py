@@ -1,7 +1,7 @@
-"""Puts the tables of the results into the README, between comments that name them.
+"""Puts the tables of the results into the page of results, between comments that name them.
 
 A table called ``solvers`` goes between the lines ``<!-- table: solvers -->`` and ``<!-- end of table -->``; what stands
-there is replaced. ``--check`` changes nothing and fails where the README differs.
+there is replaced. ``--check`` changes nothing and fails where the page differs.
 """
 
 import argparse
@@ -13,11 +13,10 @@ from typing import Any
 
 import bench_report
 
-ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RESULTS = Path(__file__).parent / "results"
+PAGE = RESULTS / "README.md"
 
-EXPERIMENTS = ("ablation", "flow", "matched", "solvers")
+EXPERIMENTS = ("ablation", "exported_speed", "flow", "matched", "solvers")
 """Scripts whose ``table`` makes Markdown of the runs in the results file of their name."""
 
 REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
@@ -33,7 +32,7 @@ def results(name: str) -> dict[str, Any] | None:
 
 
 def tables() -> dict[str, str]:
-    """All tables there are results for, by the name that the README calls them."""
+    """All tables there are results for, by the name that the page calls them."""
     found = {}
     for name in EXPERIMENTS:
         if content := results(name):
@@ -72,17 +71,17 @@ def fill(text: str, contents: dict[str, str]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the README agrees with the results")
+    parser.add_argument("--check", action="store_true", help="only say whether the page agrees with the results")
     options = parser.parse_args(argv)
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     filled = fill(text, tables())
     if filled == text:
-        print(f"{README.name} agrees with the results.")
+        print(f"{PAGE} agrees with the results.")
     elif options.check:
-        raise SystemExit(f"{README.name} differs from the results: python examples/readme_tables.py")
+        raise SystemExit(f"{PAGE} differs from the results: python examples/results_tables.py")
     else:
-        README.write_text(filled, encoding="utf-8")
-        print(f"{README.name} now holds the tables of the results.")
+        PAGE.write_text(filled, encoding="utf-8")
+        print(f"{PAGE} now holds the tables of the results.")
 
 
 if __name__ == "__main__":
