@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import timm_ssog
 from timm_ssog.__main__ import main
 from timm_ssog.ops.dispatch import select_implementation
 
@@ -118,6 +119,25 @@ def test_info(tmp_path: Path) -> None:
     assert lines["mixing on cpu"] == ": ".join(select_implementation(torch.device("cpu")))
     assert ("mixing on cuda" in lines) == torch.cuda.is_available()
     assert lines["discovery hook"].startswith("active")
+
+
+def test_version_is_the_installed_one_or_unknown(tmp_path: Path) -> None:
+    assert timm_ssog.__version__ == metadata.version("timm-ssog")
+    code = """
+        from importlib import metadata
+
+        def missing(name):
+            raise metadata.PackageNotFoundError(name)
+
+        import timm  # before, as torch and torchvision ask for versions too
+        import timm_ssog
+        import importlib
+        metadata.version = missing
+        importlib.reload(timm_ssog)
+        print(timm_ssog.__version__)
+        """
+    result = run_python("-c", textwrap.dedent(code), cwd=tmp_path)
+    assert result.stdout.split() == ["0+unknown"], result.stderr
 
 
 @pytest.mark.parametrize("switch", ["TIMM_SSOG_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])

@@ -40,6 +40,14 @@ def test_python_blocks_run_one_after_the_other(tmp_path):
     assert "finite, hence a unique solution" in result.stdout
 
 
+def assert_whole(installed: Path) -> None:
+    """Every file of the package is in what was installed, those that are not Python too."""
+    package = ROOT / "timm_ssog"
+    files = {path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {Path("py.typed"), Path("hub/template.md")} <= files
+    assert {path for path in files if not (installed / path).is_file()} == set()
+
+
 @pytest.mark.parametrize("code", blocks("bash"))
 def test_bash_blocks_run(code, tmp_path):
     scripts = Path(sys.executable).parent
@@ -55,6 +63,7 @@ def test_bash_blocks_run(code, tmp_path):
     if "pip install" in code:
         installed = {path.name for path in (tmp_path / "venv").glob("lib/python3*/site-packages/*")}
         assert {"timm_ssog", "timm_ssog_autoload.py"} <= installed
+        assert_whole(next((tmp_path / "venv").glob("lib/python3*/site-packages/timm_ssog")))
     else:
         assert "vit_ssog_small_ode" in result.stdout
 

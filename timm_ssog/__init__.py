@@ -1,5 +1,7 @@
 """Vision Transformers with separable Gaussian mixing (SSoG), registered with timm on import."""
 
+from importlib import metadata as _metadata
+
 from timm_ssog import analysis
 from timm_ssog.analysis import trace_solve
 from timm_ssog.certificates import Certificate, certify, local_lipschitz
@@ -18,6 +20,7 @@ __all__ = [
     "SolveTrace",
     "VitSsog",
     "WarmStartReport",
+    "__version__",
     "analysis",
     "axis_kernels",
     "certify",
@@ -26,3 +29,8 @@ __all__ = [
     "trace_solve",
     "warm_start",
 ]
+
+try:
+    __version__ = _metadata.version("timm-ssog")
+except _metadata.PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "0+unknown"
