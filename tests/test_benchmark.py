@@ -14,8 +14,8 @@ import torch
 
 from timm_ssog.ops import eager
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+LAB = Path(__file__).parents[1] / "examples" / "lab"
+sys.path.insert(0, str(LAB))
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -30,7 +30,7 @@ runs: Any = importlib.import_module("runs")
 
 
 def run_example(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    command = [sys.executable, str(LAB / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+LAB = Path(__file__).parents[1] / "examples" / "lab"
+sys.path.insert(0, str(LAB))
 
 check_gpu: Any = importlib.import_module("check_gpu")
 
@@ -22,7 +22,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TIMM_SSOG_"))}
     done = subprocess.run(
         [
-            *(sys.executable, str(EXAMPLES / "check_gpu.py"), "--device", "cpu", "--quick", "--minutes", "60"),
+            *(sys.executable, str(LAB / "check_gpu.py"), "--device", "cpu", "--quick", "--minutes", "60"),
             *("--output", str(output)),
         ],
         env={**environment, "OMP_NUM_THREADS": "1"},

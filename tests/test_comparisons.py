@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "lab")]
 
 pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
 digits: Any = importlib.import_module("digits")

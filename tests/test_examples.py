@@ -1,5 +1,6 @@
 """The examples: their data, a tiny ablation and a quick demo from end to end."""
 
+import ast
 import hashlib
 import importlib
 import json
@@ -19,12 +20,30 @@ import torch
 import timm_ssog
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "lab")]
 
 pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
 ablation: Any = importlib.import_module("ablation")
 demo: Any = importlib.import_module("demo")
 digits: Any = importlib.import_module("digits")
+
+
+def imported(script: Path) -> set[str]:
+    """Top-level names of the modules that a script imports."""
+    nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_no_example_for_users_imports_from_the_lab():
+    users = sorted(EXAMPLES.glob("*.py"))
+    laboratory = {path.stem for path in (EXAMPLES / "lab").glob("*.py")} | {"lab"}
+    assert {"demo", "warm_start"} <= {path.stem for path in users}
+    assert {path.name: imported(path) & laboratory for path in users if imported(path) & laboratory} == {}
+    # a name in both folders would be found in the one or in the other
+    assert not laboratory & {path.stem for path in users}
+    assert imported(EXAMPLES / "lab" / "matched.py") & laboratory, "an import from the lab would be seen"
 
 
 def test_digits_are_the_real_ones_in_one_fixed_split():

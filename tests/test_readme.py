@@ -74,7 +74,8 @@ def test_the_readme_is_read_in_one_go():
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    for folder in (ROOT / "examples", ROOT / "examples" / "lab"):
+        monkeypatch.syspath_prepend(folder)
     return importlib.import_module
 
 

@@ -1284,7 +1284,7 @@ def _create_vit_ssog(
     return model
 
 
-# A looped model starts as the continuous one does, whose checkpoints it shares. Why these: examples/flow.py.
+# A looped model starts as the continuous one does, whose checkpoints it shares. Why these: examples/lab/flow.py.
 LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
 ODE_ARGS: dict[str, Any] = {
     "depth": 1,

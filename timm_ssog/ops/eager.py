@@ -15,8 +15,9 @@ from torch import Tensor
 
 from timm_ssog.ops.capture import is_captured
 
-# Weights of the cost rule, from CPU timings that examples/mixing_cost.py repeats and refits, in tenths: a multiply-add
-# of the stacked form takes as long as this many of the dense form (small products, an intermediate M times the input)
+# Weights of the cost rule, from CPU timings that examples/lab/mixing_cost.py repeats and refits, in tenths: a
+# multiply-add of the stacked form takes as long as this many of the dense form (small products, an intermediate M times
+# the input)
 STACKED_COST = 25
 # ... and so many per component and entry go into building the dense operator, whatever the batch.
 BUILD_COST = 250

@@ -70,8 +70,8 @@ VARIANTS = ("ssog", "twin", "unfused")
 SAMPLE_SECONDS = 2e-3
 """Least time between two readings of the clock: shorter calls are repeated."""
 
-RESULTS = Path(__file__).parent / "results" / "check_gpu.json"
-QUICK_RESULTS = Path(__file__).parents[1] / "output" / "check_gpu-quick.json"
+RESULTS = Path(__file__).parents[1] / "results" / "check_gpu.json"
+QUICK_RESULTS = Path(__file__).parents[2] / "output" / "check_gpu-quick.json"
 
 Run = Callable[[], Any]
 

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
@@ -22,7 +23,7 @@ CONTINUOUS: dict[str, Any] = {
     "name": "vit_ssog_tiny_ode",
     "depth": 1,
     "horizon": 12.0,
-    # as the models were when these solvers were compared; examples/flow.py has what came of it
+    # as the models were when these solvers were compared; examples/lab/flow.py has what came of it
     "pre_norm": False,
     "flow_penalty": "none",
 }

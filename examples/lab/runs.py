@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-OUTPUT = Path(__file__).parents[1] / "output"
+OUTPUT = Path(__file__).parents[2] / "output"
 
 Task = tuple[str, int]
 """A setting and a seed."""

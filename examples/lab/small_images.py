@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import above  # noqa: F401
 import numpy as np
 import torch
 from digits import MEAN, STD, digits

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader

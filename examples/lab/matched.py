@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import timm
 import torch
 from demo import DEPTHS, EPOCHS, INPUT, MIXERS, SIZE
@@ -31,7 +32,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
 
 SUFFIXES = {"discrete": "", "looped": "_looped", "continuous": "_ode"}
 
-# as the models were when they were compared, before unit start and flow penalty (examples/flow.py)
+# as the models were when they were compared, before unit start and flow penalty (examples/lab/flow.py)
 PLAIN: dict[str, dict[str, Any]] = {
     "discrete": {},
     "looped": {"pre_norm": False},

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import above  # noqa: F401
 import torch
 from digits import IMAGE_SIZE, Digits, digit_loader
 from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options

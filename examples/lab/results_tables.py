@@ -13,7 +13,7 @@ from typing import Any
 
 import bench_report
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 PAGE = RESULTS / "README.md"
 
 EXPERIMENTS = ("ablation", "exported_speed", "flow", "matched", "solvers")
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     if filled == text:
         print(f"{PAGE} agrees with the results.")
     elif options.check:
-        raise SystemExit(f"{PAGE} differs from the results: python examples/results_tables.py")
+        raise SystemExit(f"{PAGE} differs from the results: python examples/lab/results_tables.py")
     else:
         PAGE.write_text(filled, encoding="utf-8")
         print(f"{PAGE} now holds the tables of the results.")

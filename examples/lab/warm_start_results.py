@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import above  # noqa: F401
 import timm
 import torch
 from runs import OUTPUT, mean_spread, parse_counts, provenance, results_file, run_all, run_options
