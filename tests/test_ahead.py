@@ -47,7 +47,7 @@ def test_inference_builds_them_once_and_predicts_what_training_does(build: Build
     with_gradients = model(images).detach()
     built = []
     original = layers.mixing_kernels
-    monkeypatch.setattr(layers, "mixing_kernels", lambda *args: built.append(1) or original(*args))
+    monkeypatch.setattr(layers, "mixing_kernels", lambda *args, **how: built.append(1) or original(*args, **how))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.testing.assert_close(model(images), with_gradients)
@@ -62,7 +62,7 @@ def test_training_builds_them_block_by_block(build: Build, monkeypatch) -> None:
     # a shared operation would give the gradients of all blocks' kernels at the very end, too late for DDP's overlap
     model, built = build(depth=3), []
     original = layers.mixing_kernels
-    monkeypatch.setattr(layers, "mixing_kernels", lambda *args: built.append(1) or original(*args))
+    monkeypatch.setattr(layers, "mixing_kernels", lambda *args, **how: built.append(1) or original(*args, **how))
     model.train()(torch.randn(2, 3, 32, 32)).sum().backward()
     assert len(built) == 3
 

@@ -128,7 +128,7 @@ def test_report_says_which_step_errs_and_what_helps():
     report = analysis.ode_report(model, photos(), steps=(2,), solvers=("euler",))
     span = model.step_size
     with torch.no_grad():
-        state = model._embed(photos())
+        state = model.embed(photos())
         for step, error in enumerate(report.step_errors):
             block = model.blocks[step // 2]
             first = block.delta(state)
@@ -226,7 +226,7 @@ def test_receptive_field_is_the_patch_where_nothing_mixes_and_the_jacobian_where
     drawn = torch.as_tensor(analysis.receptive_field(model, images).axes[0].images[0].get_array())
 
     def centre(image: Tensor) -> Tensor:
-        return model._evolve(model._embed(image[None]), [], 1)[0][0, 2, 2]
+        return model.evolve(model.embed(image[None]), [], 1)[0][0, 2, 2]
 
     squares = torch.stack([torch.func.jacrev(centre)(image).square().sum((0, 1)) for image in images])
     effect = squares.mean(0).sqrt()

@@ -121,9 +121,10 @@ def test_unfused_attention_is_left_out_where_it_does_not_fit(monkeypatch: pytest
         monkeypatch.setattr(module, "free_bytes", lambda device: 100)
     device = torch.device("cpu")
     models = ("ssog", "unfused")
-    how = (device, False, bench_speed.wall_clock, 0.0, lambda share: None)
-    assert set(bench_speed.measure_models("tiny", "ode", 32, 1, False, models, *how)) == {"ssog"}
-    assert set(bench_speed.measure_mixing("tiny", 32, 1, models, *how)) == {"ssog"}
+    how = {"batch": 1, "models": models, "device": device, "bf16": False}
+    how |= {"clock": bench_speed.wall_clock, "seconds": 0.0, "advance": lambda share: None}
+    assert set(bench_speed.measure_models("tiny", "ode", 32, training=False, **how)) == {"ssog"}
+    assert set(bench_speed.measure_mixing("tiny", 32, **how)) == {"ssog"}
     task = {"model": "unfused", "size": "tiny", "img_size": 32, "batch": 1, "training": True, "device": "cpu"}
     assert bench_memory.measure_apart(task) is None
 
@@ -167,21 +168,22 @@ def test_calls_take_turns_and_what_runs_out_of_memory_drops_out() -> None:
 
     calls = {"a": lambda: log.append("a"), "huge": huge, "b": lambda: log.append("b")}
     shares: list[float] = []
-    times = bench_speed.take_turns(calls, torch.device("cpu"), lambda: next(now), 9.0, shares.append)
+    how: Any = {"device": torch.device("cpu"), "advance": shares.append}
+    times = bench_speed.take_turns(calls, clock=lambda: next(now), seconds=9.0, **how)
     # three seconds for the first turn, so three turns in all, the first among them
     assert times == {"a": [1000.0] * 3, "b": [1000.0] * 3}
     assert log == ["a", "huge", "b", "a", "huge", "b", "a", "b"]
     assert sum(shares) == pytest.approx(1)
 
     log.clear()
-    times = bench_speed.take_turns({"b": calls["b"]}, torch.device("cpu"), lambda: next(now), 7.0, shares.append)
+    times = bench_speed.take_turns({"b": calls["b"]}, clock=lambda: next(now), seconds=7.0, **how)
     assert len(times["b"]) == 7, "as many turns as there is time for"
     assert len(log) == 8, "and one before them that does not count"
 
     log.clear()
     clock = iter([0, 1, 1, 21, 21, 22] + [1 + n for n in range(1000)])
     calls = {name: (lambda name=name: log.append(name)) for name in ("ssog", "slow", "ceiling")}
-    times = bench_speed.take_turns(calls, torch.device("cpu"), lambda: next(clock), 10.0, shares.append)
+    times = bench_speed.take_turns(calls, clock=lambda: next(clock), seconds=10.0, **how)
     # twenty of 22 seconds are the slow one's: the other two go on for as long as they would have had alone
     assert {name: len(found) for name, found in times.items()} == {"ssog": 5, "slow": 3, "ceiling": 5}
     assert log == ["ssog", "slow", "ceiling"] * 3 + ["ssog", "ceiling"] * 2

@@ -402,7 +402,7 @@ def test_models_keep_to_their_certified_growth(depth: str) -> None:
         ours = torch.randn(32, 3, 8, 8, dtype=torch.float64)
         theirs = ours + torch.randn_like(ours) * distance
         with torch.no_grad():
-            before = model._embed(ours) - model._embed(theirs)
+            before = model.embed(ours) - model.embed(theirs)
             after = [model.forward_intermediates(x, intermediates_only=True)[-1] for x in (ours, theirs)]
         factors = (after[0] - after[1]).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
         largest = max(largest, float(factors.max()))

@@ -33,7 +33,7 @@ def test_tiny_comparison_of_solvers(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_solvers_are_compared_at_one_cost():
-    from timm_ssog.depth import TABLEAUS
+    from timm_ssog.runge_kutta import TABLEAUS
 
     for options in solvers.SOLVERS.values():
         assert options["solver_steps"] * len(TABLEAUS[options["solver"]].stages) == 12

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import timm_ssog.layers
-from timm_ssog.depth import TABLEAUS
+from timm_ssog.runge_kutta import TABLEAUS
 
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 # torchdiffeq's names
@@ -37,11 +37,11 @@ def photos(count: int = 2, size: int = 32, dtype: torch.dtype = torch.float32) -
 
 
 def end_state(model: Any, images: Tensor) -> Tensor:
-    return model._evolve(model._embed(images), [], model.num_steps)[0]
+    return model.evolve(model.embed(images), [], model.num_steps)[0]
 
 
 def their_end_state(model: Any, images: Tensor, solver: str, steps: int) -> Any:
-    state = model._embed(images)
+    state = model.embed(images)
     block, kernels = model.blocks[0], model.blocks[0].mixer.kernels(*state.shape[1:3])
     grid = torch.linspace(0, model.horizon, steps + 1, dtype=state.dtype)
     return torchdiffeq.odeint(
@@ -108,7 +108,7 @@ def test_looped_checkpoint_loads_into_the_continuous_model_and_back():
 def test_looped_blocks_are_applied_in_turn():
     model = build("_looped", depth=2, loops=3)
     with torch.no_grad():
-        x = model._embed(photos())
+        x = model.embed(photos())
         for _ in range(3):
             for block in model.blocks:
                 x = x + block.delta(x)
@@ -118,7 +118,7 @@ def test_looped_blocks_are_applied_in_turn():
 def test_continuous_blocks_are_in_force_one_after_the_other():
     model = build("_ode", depth=2, solver="euler", solver_steps=4, horizon=2.0)
     with torch.no_grad():
-        x = model._embed(photos())
+        x = model.embed(photos())
         for block in (model.blocks[0], model.blocks[0], model.blocks[1], model.blocks[1]):
             x = x + 0.5 * block.delta(x)
         torch.testing.assert_close(end_state(model, photos()), x)
@@ -151,7 +151,9 @@ def test_kernels_are_built_once_a_block_and_forward(kind, settings, monkeypatch)
     model = build(kind, **settings)
     built = []
     original = timm_ssog.layers.mixing_kernels
-    monkeypatch.setattr(timm_ssog.layers, "mixing_kernels", lambda *args: built.append(1) or original(*args))
+    monkeypatch.setattr(
+        timm_ssog.layers, "mixing_kernels", lambda *args, **how: built.append(1) or original(*args, **how)
+    )
     model(photos())
     assert len(built) == len(model.blocks)
     model(photos()).sum().backward()
@@ -189,7 +191,7 @@ def test_loop_options_act_where_they_should():
     assert [torch.equal(a, b) for a, b in zip(before, after_norm, strict=True)] == [True, False, False]
     injected = build("_looped", loops=1, input_injection="add")
     with torch.no_grad():
-        x = injected._embed(photos())
+        x = injected.embed(photos())
         torch.testing.assert_close(end_state(injected, photos()), 2 * x + injected.blocks[0].delta(2 * x))
 
 
@@ -315,16 +317,16 @@ def test_stochastic_depth_with_an_adaptive_solver_is_refused_in_training_only():
 def test_stochastic_depth_skips_whole_steps_of_single_images(kind):
     steps: dict[str, Any] = {"loops": 3} if kind == "_looped" else {"solver_steps": 3}
     model = build(kind, drop_path_rate=0.999, **steps).train()
-    x = model._embed(photos(4))
+    x = model.embed(photos(4))
     torch.manual_seed(3)
-    _, states = model._evolve(x, [0, 1, 2], 3)
+    _, states = model.evolve(x, [0, 1, 2], 3)
     assert not torch.equal(states[0], x)  # the first step is never dropped
     assert torch.equal(states[2], states[1])  # at this rate the last one always is
     one = build("_ode", solver="midpoint", solver_steps=1, drop_path_rate=0.5, horizon=1.0)
     one.drop_path_rates = [0.5]
     torch.manual_seed(0)
-    x = one._embed(photos(8))
-    end, _ = one.train()._evolve(x, [], 1)
+    x = one.embed(photos(8))
+    end, _ = one.train().evolve(x, [], 1)
     kept = [index for index in range(8) if not torch.equal(end[index], x[index])]
     assert 0 < len(kept) < 8
     with torch.no_grad():
@@ -345,7 +347,7 @@ def test_jitter_moves_the_grid_in_training_only():
     torch.manual_seed(0)
     u = float(torch.rand([1]))
     with torch.no_grad():
-        x = model._embed(photos())
+        x = model.embed(photos())
         for step in (4 * u, 4.0, 4.0, 4 * (1 - u)):
             x = x + step * model.blocks[0].delta(x)
     torch.testing.assert_close(first, x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import timm_ssog.layers
-from timm_ssog.depth import TABLEAUS
+from timm_ssog.runge_kutta import TABLEAUS
 
 IMAGES, CLASSES = 8, 5
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": CLASSES}
@@ -70,7 +70,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Tensor]:
     """Logits and penalties from a loop over the tableau written out here; one block, fixed steps."""
-    x = model._embed(images)
+    x = model.embed(images)
     block, h = model.blocks[0], model.horizon / model.num_steps
     rule = TABLEAUS[model.solver]
     total: Any = 0.0
@@ -79,7 +79,7 @@ def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Ten
         slopes: list[Tensor] = []
         for row in rule.stages:
             slopes.append(block.delta(x + h * sum((w * k for w, k in zip(row, slopes, strict=True)), torch.zeros(()))))
-        step = h * sum(w * k for w, k in zip(rule.weights, slopes, strict=True))
+        step = h * sum(w * k for w, k in zip(rule.step, slopes, strict=True))
         if model.solver == "euler":
             error = None if before is None else h / 2 * (slopes[0] - before)
         else:
@@ -141,7 +141,7 @@ def test_logits_are_those_of_a_model_without_penalty(settings: dict[str, Any]) -
 def test_inference_and_fixed_steps_cost_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     plain = timm_ssog.layers.Block.forward
-    monkeypatch.setattr(timm_ssog.layers.Block, "forward", lambda *args: calls.append(1) or plain(*args))
+    monkeypatch.setattr(timm_ssog.layers.Block, "forward", lambda *args, **how: calls.append(1) or plain(*args, **how))
     model = build()
     model(batch()[0])
     assert len(calls) == 2 * model.num_steps
@@ -176,7 +176,7 @@ def test_adaptive_solves_and_the_adjoint_have_the_gradient_of_a_fine_solve(penal
 def test_several_blocks_and_the_block_that_changes_between_steps() -> None:
     model = build(torch.float64, depth=3, horizon=3.0, solver="euler", solver_steps=6)
     images, _ = batch(torch.float64)
-    x, h, total = model._embed(images), 0.5, torch.zeros(IMAGES, dtype=torch.float64)
+    x, h, total = model.embed(images), 0.5, torch.zeros(IMAGES, dtype=torch.float64)
     for block in model.blocks:
         first = block.delta(x)
         x = x + h * first
@@ -321,7 +321,7 @@ def test_one_step_of_euler_has_no_error_to_penalise() -> None:
 @pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
 def test_pre_norm_gives_the_state_a_unit_start(name: str) -> None:
     model: Any = timm.create_model(name, pre_norm=True, **SMALL).eval()
-    state = model._embed(100 * batch()[0])
+    state = model.embed(100 * batch()[0])
     assert torch.allclose(state.pow(2).mean(-1), torch.ones(()), atol=1e-2)
     assert torch.allclose(state.mean(-1), torch.zeros(()), atol=1e-4)
 

@@ -160,7 +160,7 @@ def test_global_pool(build: Build, global_pool: str, fc_norm: bool) -> None:
     model = build(global_pool=global_pool, fc_norm=fc_norm)
     torch.nn.init.normal_(model.fc_norm.weight if fc_norm else model.norm.weight)
     images = torch.randn(2, 3, 32, 32)
-    tokens = model._embed(images)
+    tokens = model.embed(images)
     for block in model.blocks:
         tokens = block(tokens)
     tokens = tokens.flatten(1, 2)
@@ -500,8 +500,8 @@ def test_strict_size_where_dynamic_size_is_off(build: Build) -> None:
     [
         ({"class_token": True}, r"no place for prefix tokens, got class_token=True and reg_tokens=0\..*Leave them out"),
         ({"reg_tokens": 4}, r"no place for prefix tokens, got class_token=False and reg_tokens=4"),
-        ({"global_pool": "token"}, r"global_pool='token' is not to be had: vit_ssog has no class token"),
-        ({"global_pool": "map"}, r"global_pool='map' is not to be had: .*Use one of '', 'avg', 'avgmax', 'max'"),
+        ({"global_pool": "token"}, r"global_pool='token' is not available: vit_ssog has no class token"),
+        ({"global_pool": "map"}, r"global_pool='map' is not available: .*Use one of '', 'avg', 'avgmax', 'max'"),
         ({"global_pool": "averge"}, r"global_pool must be one of .*got 'averge'\. Did you mean 'avg"),
         ({"img_size": 7}, r"img_size must be at least one patch of 8 x 8, got 7 x 7"),
         ({"img_size": (32, 4)}, r"img_size must be at least one patch of 8 x 8, got 32 x 4"),

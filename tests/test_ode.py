@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torchdiffeq import odeint
 
-from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import SolveError
 from timm_ssog.layers import Block, SeparableMixer
 from timm_ssog.ode import (
     ADAPTIVE_SOLVERS,
     PER_SAMPLE_SOLVERS,
+    Solver,
     join_traces,
     solve_adaptive,
     solve_fixed_adjoint,
     solve_per_sample,
 )
+from timm_ssog.runge_kutta import TABLEAUS, advance
 
 EVALUATIONS_PER_STEP = {"dopri5": 6, "dopri8": 13, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 1}
 EVALUATIONS_PER_SAMPLE_STEP = {"dopri5": 6, "bosh3": 3, "adaptive_heun": 2}
@@ -73,7 +74,9 @@ def test_error_follows_the_tolerance_to_the_matrix_exponential(
     times = [0.5, 1.0, 2.75]
     errors = []
     for tolerance in tolerances:
-        states, trace = solve(velocity, x, times, solver, tolerance, tolerance, 100_000)
+        states, trace = solve(
+            velocity, x, times, Solver(solver, rtol=tolerance, atol=tolerance, max_evaluations=100_000)
+        )
         assert len(states) == 2
         errors.append(max(largest_difference(s, exact(t - 0.5)) for s, t in zip(states, times[1:], strict=True)))
         # local errors add up over the interval; Fehlberg's estimate is for a better method than the one that steps
@@ -86,7 +89,7 @@ def test_error_follows_the_tolerance_to_the_matrix_exponential(
 @pytest.mark.parametrize("solver", PER_SAMPLE_SOLVERS)
 def test_per_sample_solves_the_logistic_equation_from_many_starts(solver: str) -> None:
     x = torch.linspace(1e-3, 2.5, 40, dtype=torch.float64).reshape(40, 1, 1, 1)
-    settings = ([0, 4], solver, 1e-5, 1e-7, 10_000)
+    settings = ([0, 4], Solver(solver, rtol=1e-5, atol=1e-7, max_evaluations=10_000))
     (state,), trace = solve_per_sample(lambda s: s * (1 - s), x, *settings, together=True)
     growth = math.exp(4)
     torch.testing.assert_close(state, x * growth / (1 + x * (growth - 1)), rtol=1e-3, atol=0)
@@ -107,10 +110,7 @@ def test_per_sample_agrees_with_torchdiffeq_on_the_ssog_velocity() -> None:
                 lambda s: block.delta(s, kernels),
                 x,
                 times.tolist(),
-                solver,
-                tolerance,
-                tolerance,
-                50_000,
+                Solver(solver, rtol=tolerance, atol=tolerance, max_evaluations=50_000),
                 together=together,
             )
             for state, expected in zip(states, reference[1:], strict=True):
@@ -121,8 +121,12 @@ def test_a_single_sample_takes_the_evaluations_of_torchdiffeq() -> None:
     block = ssog_block().requires_grad_(False)
     x = torch.randn(1, 4, 4, 16, dtype=torch.float64)
     for tolerance in (1e-3, 1e-6):
-        _, ours = solve_per_sample(block.delta, x, [0, 12], "dopri5", tolerance, tolerance, 10_000)
-        _, theirs = solve_adaptive(block.delta, x, [0, 12], "dopri5", tolerance, tolerance, 10_000)
+        _, ours = solve_per_sample(
+            block.delta, x, [0, 12], Solver("dopri5", rtol=tolerance, atol=tolerance, max_evaluations=10_000)
+        )
+        _, theirs = solve_adaptive(
+            block.delta, x, [0, 12], Solver("dopri5", rtol=tolerance, atol=tolerance, max_evaluations=10_000)
+        )
         assert isinstance(ours.evaluations, Tensor)
         assert int(ours.evaluations[0]) == pytest.approx(theirs.evaluations, rel=0.2)
 
@@ -145,11 +149,15 @@ def stiff_among_easy(dtype: torch.dtype) -> tuple[Callable[[Tensor], Tensor], Te
 @pytest.mark.parametrize("solver", PER_SAMPLE_SOLVERS)
 def test_a_sample_is_solved_the_same_alone_and_next_to_a_stiff_one(solver: str) -> None:
     velocity, x = stiff_among_easy(torch.float32)
-    (batched,), trace = solve_per_sample(velocity, x, [0, 3], solver, 1e-3, 1e-4, 10_000)
+    (batched,), trace = solve_per_sample(
+        velocity, x, [0, 3], Solver(solver, rtol=1e-3, atol=1e-4, max_evaluations=10_000)
+    )
     assert isinstance(trace.evaluations, Tensor)
     assert trace.evaluations[17] > 3 * trace.evaluations[:17].max()
     for sample in (0, 16, 17, 18, 63):
-        (alone,), own = solve_per_sample(velocity, x[sample : sample + 1], [0, 3], solver, 1e-3, 1e-4, 10_000)
+        (alone,), own = solve_per_sample(
+            velocity, x[sample : sample + 1], [0, 3], Solver(solver, rtol=1e-3, atol=1e-4, max_evaluations=10_000)
+        )
         assert torch.equal(alone[0], batched[sample])
         assert isinstance(own.evaluations, Tensor)
         assert isinstance(own.rejected, Tensor)
@@ -158,14 +166,16 @@ def test_a_sample_is_solved_the_same_alone_and_next_to_a_stiff_one(solver: str) 
         assert own.rejected[0] == trace.rejected[sample]
         assert own.times[0] == trace.times[sample]
     # what is avoided: one clock for all lets batch-mates decide
-    (shared,), _ = solve_adaptive(velocity, x, [0, 3], "dopri5", 1e-3, 1e-4, 10_000)
-    (alone,), _ = solve_adaptive(velocity, x[:1], [0, 3], "dopri5", 1e-3, 1e-4, 10_000)
+    (shared,), _ = solve_adaptive(velocity, x, [0, 3], Solver("dopri5", rtol=1e-3, atol=1e-4, max_evaluations=10_000))
+    (alone,), _ = solve_adaptive(
+        velocity, x[:1], [0, 3], Solver("dopri5", rtol=1e-3, atol=1e-4, max_evaluations=10_000)
+    )
     assert largest_difference(shared[0], alone[0]) > 1e-6
 
 
 def test_evaluated_together_samples_agree_but_for_rounding() -> None:
     velocity, x = stiff_among_easy(torch.float64)
-    settings = ([0, 1, 3], "dopri5", 1e-5, 1e-6, 10_000)
+    settings = ([0, 1, 3], Solver("dopri5", rtol=1e-5, atol=1e-6, max_evaluations=10_000))
     together, trace = solve_per_sample(velocity, x, *settings, together=True)
     apart, own = solve_per_sample(velocity, x, *settings)
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-9)
@@ -183,7 +193,9 @@ def test_finished_samples_are_not_evaluated_again() -> None:
 
     for together in (False, True):
         seen = 0
-        _, trace = solve_per_sample(counted, x, [0, 1, 3], "dopri5", 1e-4, 1e-5, 10_000, together=together)
+        _, trace = solve_per_sample(
+            counted, x, [0, 1, 3], Solver("dopri5", rtol=1e-4, atol=1e-5, max_evaluations=10_000), together=together
+        )
         assert isinstance(trace.evaluations, Tensor)
         assert seen == trace.evaluations.sum()
 
@@ -198,7 +210,13 @@ def test_counts_of_a_shared_solve_add_up(solver: str) -> None:
         calls += 1
         return torch.where(state < 1, torch.ones_like(state), 100 * (1.5 - state))
 
-    _, trace = solve_adaptive(velocity, torch.zeros(2, 3), [0, 1, 2], solver, 1e-4, 1e-5, 10_000, keep_states=True)
+    _, trace = solve_adaptive(
+        velocity,
+        torch.zeros(2, 3),
+        [0, 1, 2],
+        Solver(solver, rtol=1e-4, atol=1e-5, max_evaluations=10_000),
+        keep_states=True,
+    )
     assert isinstance(trace.accepted, int)
     assert isinstance(trace.rejected, int)
     assert calls == trace.evaluations == 3 + EVALUATIONS_PER_STEP[solver] * (trace.accepted + trace.rejected)
@@ -219,7 +237,9 @@ def test_counts_of_a_per_sample_solve_add_up(solver: str) -> None:
     def velocity(state: Tensor) -> Tensor:
         return torch.where(state < 1, torch.ones_like(state), 100 * (1.5 - state))
 
-    states, trace = solve_per_sample(velocity, x, [0, 1, 2], solver, 1e-4, 1e-5, 10_000, keep_states=True)
+    states, trace = solve_per_sample(
+        velocity, x, [0, 1, 2], Solver(solver, rtol=1e-4, atol=1e-5, max_evaluations=10_000), keep_states=True
+    )
     assert isinstance(trace.accepted, Tensor)
     assert isinstance(trace.rejected, Tensor)
     tries = trace.accepted + trace.rejected
@@ -240,7 +260,13 @@ def test_counts_of_a_per_sample_solve_add_up(solver: str) -> None:
 @pytest.mark.parametrize("solve", [solve_adaptive, solve_per_sample])
 def test_a_kept_trajectory_lies_on_the_solution(solve: Solve) -> None:
     velocity, x, exact = linear_problem(1)
-    _, trace = solve(velocity, x.requires_grad_(), [0, 2], "dopri5", 1e-7, 1e-8, 10_000, keep_states=True)
+    _, trace = solve(
+        velocity,
+        x.requires_grad_(),
+        [0, 2],
+        Solver("dopri5", rtol=1e-7, atol=1e-8, max_evaluations=10_000),
+        keep_states=True,
+    )
     times, states = (trace.times, trace.states) if solve is solve_adaptive else (trace.times[0], trace.states[0])
     assert len(times) > 5
     for time, state in zip(times, states, strict=True):
@@ -252,12 +278,16 @@ def test_a_kept_trajectory_lies_on_the_solution(solve: Solve) -> None:
 def test_dense_times_change_no_accuracy_and_consecutive_solves_join(solve: Solve) -> None:
     velocity, x, exact = linear_problem()
     times = [2 * step / 25 for step in range(26)]
-    states, _ = solve(velocity, x, times, "dopri5", 1e-6, 1e-6, 10_000)
+    states, _ = solve(velocity, x, times, Solver("dopri5", rtol=1e-6, atol=1e-6, max_evaluations=10_000))
     for time, state in zip(times[1:], states, strict=True):
         assert largest_difference(state, exact(time)) < 1e-5
 
-    (middle,), first = solve(velocity, x, [0, 1], "dopri5", 1e-6, 1e-6, 10_000, keep_states=True)
-    (end,), second = solve(velocity, middle, [1, 2], "dopri5", 1e-6, 1e-6, 10_000, keep_states=True)
+    (middle,), first = solve(
+        velocity, x, [0, 1], Solver("dopri5", rtol=1e-6, atol=1e-6, max_evaluations=10_000), keep_states=True
+    )
+    (end,), second = solve(
+        velocity, middle, [1, 2], Solver("dopri5", rtol=1e-6, atol=1e-6, max_evaluations=10_000), keep_states=True
+    )
     assert largest_difference(end, states[-1]) < 1e-5
     joined = join_traces([first, second])
     torch.testing.assert_close(
@@ -283,7 +313,7 @@ def test_per_sample_gradients_are_those_of_the_steps() -> None:
 
     # the step sizes, constants to autograd, move in a finite difference: tight tolerances make that negligible
     def solve(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        settings = ([0, 0.2, 0.5], "dopri5", 1e-11, 1e-11, 9999)
+        settings = ([0, 0.2, 0.5], Solver("dopri5", rtol=1e-11, atol=1e-11, max_evaluations=9999))
         return tuple(solve_per_sample(lambda s: torch.tanh(s @ weight), x, *settings, together=True)[0])
 
     assert torch.autograd.gradcheck(solve, (x, weight), eps=1e-4, atol=1e-5, rtol=1e-4)
@@ -303,7 +333,9 @@ def test_a_rejected_overflow_leaves_no_trace_in_the_gradient(together: bool) -> 
         tried_nan += int(slope.isnan().sum())
         return slope
 
-    (state,), trace = solve_per_sample(velocity, x, [0, 1.9], "bosh3", 1e-2, 1e-2, 1000, together=together)
+    (state,), trace = solve_per_sample(
+        velocity, x, [0, 1.9], Solver("bosh3", rtol=1e-2, atol=1e-2, max_evaluations=1000), together=together
+    )
     assert tried_nan > 0
     assert isinstance(trace.rejected, Tensor)
     assert 0 < int((trace.rejected > 0).sum()) < 30
@@ -336,10 +368,10 @@ def relative_differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str
 def test_adjoint_gradients_are_those_of_backpropagation() -> None:
     block = ssog_block()
     x = torch.randn(3, 4, 4, 16, dtype=torch.float64)
-    settings = ([0, 5, 12], "dopri5", 1e-6, 1e-8, 5000)
+    settings = ([0, 5, 12], Solver("dopri5", rtol=1e-6, atol=1e-8, max_evaluations=5000))
     direct = ssog_gradients(block, x, lambda velocity, x, _: solve_adaptive(velocity, x, *settings)[0])
     assert set(direct) == {"x", *(name for name, _ in block.named_parameters())}
-    adjoint = ssog_gradients(block, x, lambda velocity, x, p: solve_adaptive(velocity, x, *settings, p)[0])
+    adjoint = ssog_gradients(block, x, lambda velocity, x, p: solve_adaptive(velocity, x, *settings, parameters=p)[0])
     per_sample = ssog_gradients(block, x, lambda velocity, x, _: solve_per_sample(velocity, x, *settings)[0])
     for gradients in (adjoint, per_sample):
         assert max(relative_differences(gradients, direct).values()) < 1e-3
@@ -360,7 +392,7 @@ def test_fixed_steps_with_the_adjoint(solver: str) -> None:
                 slopes: list[Tensor] = []
                 for row in tableau.stages:
                     slopes.append(velocity(advance(x, slopes, row, (end - start) / steps)))
-                x = advance(x, slopes, tableau.weights, (end - start) / steps)
+                x = advance(x, slopes, tableau.step, (end - start) / steps)
             states.append(x)
         return states
 
@@ -368,14 +400,20 @@ def test_fixed_steps_with_the_adjoint(solver: str) -> None:
     for step_size in (0.2, 0.1):
         direct = ssog_gradients(block, x, lambda velocity, x, _, h=step_size: by_hand(velocity, x, h))
         adjoint = ssog_gradients(
-            block, x, lambda velocity, x, p, h=step_size: solve_fixed_adjoint(velocity, x, times, solver, h, p)[0]
+            block,
+            x,
+            lambda velocity, x, p, h=step_size: solve_fixed_adjoint(
+                velocity, x, times, Solver(solver), step_size=h, parameters=p
+            )[0],
         )
         differences.append(max(relative_differences(adjoint, direct).values()))
     # equal but for the error of the method, which falls with the step
     assert differences[1] < differences[0] * 0.75
     assert differences[1] < {1: 0.1, 2: 1e-2, 4: 1e-5}[tableau.order]
 
-    states, trace = solve_fixed_adjoint(block.delta, x, times, solver, 0.2, list(block.parameters()))
+    states, trace = solve_fixed_adjoint(
+        block.delta, x, times, Solver(solver), step_size=0.2, parameters=list(block.parameters())
+    )
     torch.testing.assert_close(states, by_hand(block.delta, x, 0.2), rtol=1e-12, atol=1e-12)
     assert (trace.accepted, trace.rejected, trace.evaluations) == (10, 0, 10 * len(tableau.stages))
     assert trace.times == pytest.approx([0.2 * step for step in range(1, 11)])
@@ -386,7 +424,7 @@ def test_fixed_steps_with_the_adjoint(solver: str) -> None:
 def test_fixed_steps_may_be_uneven() -> None:
     velocity, x, _ = linear_problem()
     times = [0.0, 0.13, 0.63, 1.13]
-    states, trace = solve_fixed_adjoint(velocity, x, times, "euler", 0.5, [])
+    states, trace = solve_fixed_adjoint(velocity, x, times, Solver("euler"), step_size=0.5, parameters=[])
     expected = x
     for (start, end), state in zip(pairwise(times), states, strict=True):
         expected = expected + (end - start) * velocity(expected)
@@ -400,7 +438,7 @@ def test_an_adjoint_solve_wants_every_tensor_once() -> None:
     kernels = block.mixer.kernels(4, 4)
     raw = ("mixer.offset", "mixer.width", "mixer.amplitude")
     weights = [p for name, p in block.named_parameters() if name not in raw]
-    settings = ([0, 1], "dopri5", 1e-3, 1e-3, 1000)
+    settings = ([0, 1], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=1000))
     wrong: list[tuple[list[Any], str]] = [
         ([*block.parameters(), *kernels], "count twice"),
         ([*weights, *kernels, kernels[0]], "every tensor once"),
@@ -409,12 +447,14 @@ def test_an_adjoint_solve_wants_every_tensor_once() -> None:
     ]
     for parameters, message in wrong:
         with pytest.raises(ValueError, match=message):
-            solve_adaptive(lambda s: block.delta(s, kernels), x, *settings, parameters)
+            solve_adaptive(lambda s: block.delta(s, kernels), x, *settings, parameters=parameters)
         with pytest.raises(ValueError, match=message):
-            solve_fixed_adjoint(lambda s: block.delta(s, kernels), x, [0, 1], "rk4", 1.0, parameters)
+            solve_fixed_adjoint(
+                lambda s: block.delta(s, kernels), x, [0, 1], Solver("rk4"), step_size=1.0, parameters=parameters
+            )
     # without gradients there is nothing to lose
     with torch.no_grad():
-        solve_adaptive(lambda s: block.delta(s, kernels), x, *settings, [])
+        solve_adaptive(lambda s: block.delta(s, kernels), x, *settings, parameters=[])
 
 
 def test_the_adjoint_runs_backward_under_the_autocast_of_forward() -> None:
@@ -428,8 +468,10 @@ def test_the_adjoint_runs_backward_under_the_autocast_of_forward() -> None:
 
     x = torch.randn(2, 3, 4, requires_grad=True)
     for solve in (
-        lambda: solve_adaptive(velocity, x, [0, 1], "bosh3", 1e-1, 1e-1, 1000, [weight]),
-        lambda: solve_fixed_adjoint(velocity, x, [0, 1], "rk4", 0.5, [weight]),
+        lambda: solve_adaptive(
+            velocity, x, [0, 1], Solver("bosh3", rtol=1e-1, atol=1e-1, max_evaluations=1000), parameters=[weight]
+        ),
+        lambda: solve_fixed_adjoint(velocity, x, [0, 1], Solver("rk4"), step_size=0.5, parameters=[weight]),
     ):
         seen.clear()
         weight.grad = None
@@ -448,18 +490,20 @@ def test_the_adjoint_runs_backward_under_the_autocast_of_forward() -> None:
 
 SOLVES: dict[str, Solve] = {
     "adaptive": lambda velocity, x, max_evaluations=1000: solve_adaptive(
-        velocity, x, [0, 2], "dopri5", 1e-3, 1e-3, max_evaluations
+        velocity, x, [0, 2], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=max_evaluations)
     ),
     "adjoint": lambda velocity, x, max_evaluations=1000: solve_adaptive(
-        velocity, x, [0, 2], "dopri5", 1e-3, 1e-3, max_evaluations, []
+        velocity, x, [0, 2], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=max_evaluations), parameters=[]
     ),
     "per sample": lambda velocity, x, max_evaluations=1000: solve_per_sample(
-        velocity, x, [0, 2], "dopri5", 1e-3, 1e-3, max_evaluations
+        velocity, x, [0, 2], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=max_evaluations)
     ),
     "together": lambda velocity, x, max_evaluations=1000: solve_per_sample(
-        velocity, x, [0, 2], "dopri5", 1e-3, 1e-3, max_evaluations, together=True
+        velocity, x, [0, 2], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=max_evaluations), together=True
     ),
-    "fixed": lambda velocity, x, max_evaluations=1000: solve_fixed_adjoint(velocity, x, [0, 1, 2], "rk4", 0.1, []),
+    "fixed": lambda velocity, x, max_evaluations=1000: solve_fixed_adjoint(
+        velocity, x, [0, 1, 2], Solver("rk4"), step_size=0.1, parameters=[]
+    ),
 }
 
 
@@ -499,14 +543,14 @@ def test_a_solve_gives_up_with_the_time_reached(solve: Solve) -> None:
 
 def test_trouble_in_the_backward_solve_is_named_too() -> None:
     x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
-    settings = ([0, 1], "dopri5", 1e-6, 1e-8, 100, [])
-    (state,), _ = solve_adaptive(lambda s: -s, x, *settings)
+    settings = ([0, 1], Solver("dopri5", rtol=1e-6, atol=1e-8, max_evaluations=100))
+    (state,), _ = solve_adaptive(lambda s: -s, x, *settings, parameters=[])
     with pytest.raises(SolveError, match="NaN or infinite in the adjoint solve") as raised:
         (state * math.nan).sum().backward()
     assert raised.value.time == 1
 
     rate = 1.0
-    (state,), _ = solve_adaptive(lambda s: -rate * s, x, *settings)
+    (state,), _ = solve_adaptive(lambda s: -rate * s, x, *settings, parameters=[])
     rate = 1e4
     with pytest.raises(SolveError, match="used up in the adjoint solve") as raised:
         state.sum().backward()
@@ -518,7 +562,7 @@ def test_the_sample_at_fault_is_named() -> None:
     x = torch.ones(3, 1, dtype=torch.float64)
     x[1] = 50.0
     with pytest.raises(SolveError, match=r"are not enough \(sample 1\)"):
-        solve_per_sample(lambda s: -s * s.abs(), x, [0, 9], "dopri5", 1e-6, 1e-6, 120)
+        solve_per_sample(lambda s: -s * s.abs(), x, [0, 9], Solver("dopri5", rtol=1e-6, atol=1e-6, max_evaluations=120))
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -528,34 +572,38 @@ def test_bad_arguments_are_refused() -> None:
         return -state
 
     for solve in (solve_adaptive, solve_per_sample):
-        good: dict[str, Any] = {"times": [0, 1], "solver": "dopri5", "rtol": 1e-3, "atol": 1e-3, "max_evaluations": 100}
-        solve(velocity, x, **good)
+        good: dict[str, Any] = {"solver": "dopri5", "rtol": 1e-3, "atol": 1e-3, "max_evaluations": 100}
+        solve(velocity, x, [0, 1], Solver(**good))
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"solver": "dopri55"}, "Did you mean 'dopri5'"),
             ({"solver": "rk4"}, "solver must be one of"),
-            ({"rtol": -1e-3}, "rtol must be a positive finite number"),
+            ({"rtol": -1e-3}, "rtol must be positive and finite"),
             ({"rtol": 0}, "rtol must be"),
             ({"atol": math.inf}, "atol must be"),
             ({"atol": math.nan}, "atol must be"),
             ({"atol": "1e-3"}, "atol must be"),
             ({"max_evaluations": 0}, "max_evaluations must be an integer"),
-            ({"times": [0]}, "times must be at least two"),
-            ({"times": [0, 1, 1]}, "each above the one before"),
-            ({"times": [1, 0]}, "each above the one before"),
-            ({"times": [0, math.nan]}, "finite numbers"),
         ]
         for change, message in wrong:
             with pytest.raises(ValueError, match=message):
-                solve(velocity, x, **{**good, **change})
+                solve(velocity, x, [0, 1], Solver(**{**good, **change}))
+        for times, message in (
+            ([0], "times must be at least two"),
+            ([0, 1, 1], "each above the one before"),
+            ([1, 0], "each above the one before"),
+            ([0, math.nan], "finite numbers"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                solve(velocity, x, times, Solver(**good))
         for dtype in (torch.float16, torch.bfloat16, torch.int64):
             with pytest.raises(ValueError, match="must be float32"):
-                solve(velocity, x.to(dtype), **good)
+                solve(velocity, x.to(dtype), [0, 1], Solver(**good))
     with pytest.raises(ValueError, match="Did you mean 'dopri5'"):
-        solve_per_sample(velocity, x, [0, 1], "dopri8", 1e-3, 1e-3, 100)
-    with pytest.raises(ValueError, match="Did you mean 'heun'"):
-        solve_fixed_adjoint(velocity, x, [0, 1], "heun2", 1.0, [])
+        solve_per_sample(velocity, x, [0, 1], Solver("dopri8", rtol=1e-3, atol=1e-3, max_evaluations=100))
+    with pytest.raises(ValueError, match="must be one of 'euler', 'midpoint', 'heun', 'rk4', got 'bosh3'"):
+        solve_fixed_adjoint(velocity, x, [0, 1], Solver("bosh3"), step_size=1.0, parameters=[])
     with pytest.raises(ValueError, match="step_size must be"):
-        solve_fixed_adjoint(velocity, x, [0, 1], "heun", -1.0, [])
+        solve_fixed_adjoint(velocity, x, [0, 1], Solver("heun"), step_size=-1.0, parameters=[])
 
 
 @pytest.mark.parametrize("solve", SOLVES.values(), ids=SOLVES)
@@ -583,7 +631,9 @@ def test_a_solve_stands_still_where_the_velocity_is_zero(solve: Solve) -> None:
 def test_a_solve_is_not_frozen_into_a_trace() -> None:
     class Solved(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return solve_adaptive(lambda s: -s, x, [0, 1], "dopri5", 1e-3, 1e-3, 100)[0][0]
+            return solve_adaptive(lambda s: -s, x, [0, 1], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=100))[
+                0
+            ][0]
 
     warnings.simplefilter("ignore")
     with pytest.raises(SolveError, match="can't be traced"):
@@ -597,7 +647,7 @@ def test_a_compiled_model_solves_the_same() -> None:
 
     def model(x: Tensor) -> tuple[Tensor, Tensor]:
         x = 2 * x
-        settings = ([0.0, 1.0], "dopri5", 1e-6, 1e-6, 1000)
+        settings = ([0.0, 1.0], Solver("dopri5", rtol=1e-6, atol=1e-6, max_evaluations=1000))
         (shared,), _ = solve_adaptive(lambda s: torch.tanh(s @ weight), x, *settings)
         (own,), _ = solve_per_sample(lambda s: torch.tanh(s @ weight), x, *settings)
         return shared + 1, own + 1

@@ -59,7 +59,7 @@ def suite(request: pytest.FixtureRequest) -> Path:
         result = run(*download, f"timm=={timm.__version__}", cwd=folder)
         if not archive.exists():
             pytest.fail(
-                f"The source distribution of timm {timm.__version__}, which holds timm's own tests, is not to be had "
+                f"The source distribution of timm {timm.__version__}, which holds timm's own tests, is not available "
                 f"from the package index: {' '.join(download)} says:\n{result.stdout}{result.stderr}",
                 pytrace=False,
             )

@@ -223,7 +223,7 @@ def test_fit_is_measured_by_the_error_of_the_mixed_values():
     fit = kernel_fit.fit_kernels(moments_of(teacher, images, 1), (3, 4), 3, False, torch.Generator().manual_seed(0))
     _, values, mixed = heads_of(teacher, images, 1)
     values, mixed = values[..., 1:, :], mixed[..., 1:, :]
-    mixer = timm_ssog.vit_ssog.SeparableMixer(16, 2, (3, 4), num_components=3)
+    mixer = timm_ssog.layers.SeparableMixer(16, 2, (3, 4), num_components=3)
     for name in ("offset", "width", "amplitude"):
         getattr(mixer, name).copy_(getattr(fit, name))
     kernels = dense(mixer, (3, 4))
@@ -255,7 +255,7 @@ def test_kernels_are_found_again(convex):
     """Maps that are Gaussian kernels are fitted by them."""
     grid, generator = (5, 6), torch.Generator().manual_seed(3)
     torch.manual_seed(3)
-    mixer = timm_ssog.vit_ssog.SeparableMixer(16, 2, grid, num_components=2, init_offset=1.5)
+    mixer = timm_ssog.layers.SeparableMixer(16, 2, grid, num_components=2, init_offset=1.5)
     mixer.amplitude.copy_(torch.tensor([[0.7, 0.3], [0.4, 0.6]]))
     maps = dense(mixer, grid).float()[None].expand(20, -1, -1, -1)
     values = torch.randn(20, 2, 30, 8, generator=generator)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from timm_ssog.depth import TABLEAUS, advance
 from timm_ssog.errors import require_choice
 from timm_ssog.layers import SeparableMixer, shared_kernels
 from timm_ssog.ode import PER_SAMPLE_SOLVERS, SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
+from timm_ssog.runge_kutta import TABLEAUS, advance
 from timm_ssog.vit_ssog import OdeVitSsog, VitSsog, as_state
 
 if TYPE_CHECKING:
@@ -49,16 +49,16 @@ def trace_solve(model: OdeVitSsog, images: Tensor, keep_states: bool = False) ->
     """
     _require_continuous(model)
     with _evaluating(model):
-        tokens = model._embed(images)
+        tokens = model.embed(images)
         taps = list(range(model.num_steps)) if keep_states else []
         if not model.is_fixed_step:
-            _, states, traces = model._solve_traced(tokens, taps, model.num_steps)
+            _, states, traces = model.solve(tokens, taps, model.num_steps)
             return dataclasses.replace(join_traces(traces), states=states if keep_states else None)
-        end, states = model._evolve(tokens, taps, model.num_steps)
+        end, states = model.evolve(tokens, taps, model.num_steps)
         steps, stages = model.num_steps, len(model.stages)
         order = TABLEAUS[model.solver].order
         with _solving(model, solver_steps=2 * steps):
-            finer, _ = model._evolve(tokens, [], 2 * steps)
+            finer, _ = model.evolve(tokens, [], 2 * steps)
         distance = (end.float() - finer.float()).flatten(1).square().mean(1).sqrt()
         return SolveTrace(
             evaluations=steps * stages,
@@ -127,6 +127,7 @@ def ode_report(
     model: OdeVitSsog,
     images: Tensor,
     labels: Tensor | None = None,
+    *,
     steps: Sequence[int] = (1, 2, 3, 6, 12, 24, 48),
     solvers: Sequence[str] = tuple(TABLEAUS),
     max_drift: float = 0.05,
@@ -190,26 +191,25 @@ def ode_report(
 
 
 def _step_errors(model: OdeVitSsog, images: Tensor) -> tuple[float, ...]:
-    tokens = model._embed(images)
+    tokens = model.embed(images)
     with _solving(model, adjoint=False):
-        _, ends = model._evolve(tokens, list(range(model.num_steps)), model.num_steps)
+        _, ends = model.evolve(tokens, list(range(model.num_steps)), model.num_steps)
     states = [as_state(state) for state in (tokens, *ends)]
     rule = TABLEAUS["rk4"]
     errors = []
     for index, (state, reached) in enumerate(itertools.pairwise(states)):
-        exact, start = state, index * model.step_size
+        exact = state
         for number, block in enumerate(model.blocks):
-            first, last = number * model.block_span, (number + 1) * model.block_span
-            span = min(last, start + model.step_size) - max(first, start)
-            if span <= 1e-6 * model.step_size:
+            span = model.time_grid.overlap(index, number)
+            if not span:
                 continue
             kernels = shared_kernels(block, tokens)
             for _ in range(STEP_PARTS):
                 slopes: list[Tensor] = []
                 for stage in rule.stages:
                     at = advance(exact, slopes, stage, span / STEP_PARTS).to(tokens.dtype)
-                    slopes.append(block(at, kernels, None, False))
-                exact = advance(exact, slopes, rule.weights, span / STEP_PARTS)
+                    slopes.append(block(at, kernels, residual=False))
+                exact = advance(exact, slopes, rule.step, span / STEP_PARTS)
         size = state.square().mean().sqrt().clamp_min(torch.finfo(state.dtype).tiny)
         errors.append(float((reached - exact).square().mean().sqrt() / size))
     return tuple(errors)
@@ -333,7 +333,7 @@ def anytime(
                     # one step, so that the solve need not stop on its way
                     alone: dict[str, Any] = {"solver_steps": 1, "adjoint": False, "per_sample": True}
                     with _solving(model, solver=solver, rtol=tolerance, atol=tolerance, **alone):
-                        end, _, traces = model._solve_traced(model._embed(images), [], 1)
+                        end, _, traces = model.solve(model.embed(images), [], 1)
                         logits = model.forward_head(model.norm(end.flatten(1, 2)))
                     counts = torch.as_tensor(join_traces(traces).evaluations)
                     spread = (float(counts.double().mean()), int(counts.min()), int(counts.max()))
@@ -357,7 +357,7 @@ def draw_anytime(result: Anytime) -> Figure:
     Returns:
         A matplotlib figure, its horizontal axis logarithmic; the cross is the setting of training.
     """
-    figure, axes = _panels(1, 1, size=4.0)
+    figure, axes = panels(1, 1, size=4.0)
     axis = axes[0][0]
     for solver in dict.fromkeys(row.solver for row in result.rows):
         rows = sorted((row for row in result.rows if row.solver == solver), key=lambda row: row.evaluations)
@@ -400,7 +400,7 @@ def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
         raise ValueError("kernel_atlas draws SSoG kernels, and this model has none; its mixer is another one.")
     heads = mixers[0].num_heads
     row, column = height // 2, width // 2
-    figure, axes = _panels(len(mixers), heads, size=1.7)
+    figure, axes = panels(len(mixers), heads, size=1.7)
     for block, mixer in enumerate(mixers):
         operator = dense_operator(*mixer.kernels(height, width))
         seen = operator[:, row * width + column].reshape(heads, height, width).cpu()
@@ -440,14 +440,14 @@ def receptive_field(model: VitSsog, images: Tensor) -> Figure:
         raise ValueError("receptive_field averages over images, and got none.")
     with _evaluating(model), torch.enable_grad():
         pixels = images.detach().clone().requires_grad_()
-        end, _ = model._evolve(model._embed(pixels), [], model.num_steps)
+        end, _ = model.evolve(model.embed(pixels), [], model.num_steps)
         _, height, width, channels = end.shape
         signs = torch.randint(2, (len(images), channels), generator=torch.Generator().manual_seed(0)) * 2 - 1
         token = end[:, height // 2, width // 2]
         (gradient,) = torch.autograd.grad((token * signs.to(token)).sum(), pixels)
     effect = gradient.float().square().mean((0, 1)).sqrt().cpu()
     relative = effect / effect.max().clamp_min(torch.finfo(torch.float32).tiny)
-    figure, axes = _panels(1, 1, size=4.0)
+    figure, axes = panels(1, 1, size=4.0)
     image = axes[0][0].imshow(relative.clamp_min(1e-6).log10().numpy(), cmap="magma", vmin=-4, vmax=0)
     axes[0][0].set(xticks=[], yticks=[])
     figure.colorbar(image, ax=axes[0][0], label="effect on the centre token, log10 of the largest")
@@ -466,14 +466,14 @@ def trajectory(model: VitSsog, images: Tensor) -> Figure:
         A matplotlib figure; distances are root mean squares over tokens and channels.
     """
     with _evaluating(model):
-        tokens = model._embed(images)
-        _, states = model._evolve(tokens, list(range(model.num_steps)), model.num_steps)
+        tokens = model.embed(images)
+        _, states = model.evolve(tokens, list(range(model.num_steps)), model.num_steps)
     path = torch.stack([tokens, *states]).float().flatten(2)
     depth = [0.0, *(float(info.get("time", index + 1)) for index, info in enumerate(model.feature_info))]
     spans = torch.tensor([after - before for before, after in itertools.pairwise(depth)])
     distance = (path - path[0]).square().mean(-1).sqrt()
     speed = (path[1:] - path[:-1]).square().mean(-1).sqrt() / spans[:, None]
-    figure, axes = _panels(1, 2, size=3.2)
+    figure, axes = panels(1, 2, size=3.2)
     for axis, times, lines, label in (
         (axes[0][0], depth, distance, "distance from the embedding"),
         (axes[0][1], depth[1:], speed, "mean speed since the step before"),
@@ -486,7 +486,8 @@ def trajectory(model: VitSsog, images: Tensor) -> Figure:
     return figure
 
 
-def _panels(rows: int, columns: int, size: float = 1.1) -> tuple[Figure, Any]:
+def panels(rows: int, columns: int, size: float = 1.1) -> tuple[Figure, Any]:
+    """A figure of rows by columns of square panels, ``size`` inches each, and their axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -517,12 +518,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _solving(model: OdeVitSsog, **settings: str | int | float | bool) -> Iterator[None]:
     """Solve with other settings for a while."""
-    before = {
-        name: getattr(model, name) for name in ("solver", "rtol", "atol", "adjoint", "per_sample", "max_evaluations")
-    }
-    steps = model.num_steps
+    before = dataclasses.asdict(model.settings)
     model.set_solver(**settings)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        model.set_solver(solver_steps=steps, **before)
+        model.set_solver(**before)

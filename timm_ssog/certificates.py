@@ -22,10 +22,11 @@ from timm.layers.activations import Tanh as TimmTanh
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from timm_ssog.arguments import check_image
 from timm_ssog.errors import require_positive_int
 from timm_ssog.layers import AttentionMixer, Block, CentreNorm, IdentityMixer, SeparableMixer
 from timm_ssog.ops.naive import dense_operator
-from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog, check_image
+from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
 DENSE_TOKENS = 1024
 """Tokens up to which an operator's norm is computed from the dense operator itself."""
@@ -228,10 +229,9 @@ def certify(model: nn.Module, image_size: int | tuple[int, int]) -> Certificate:
     velocity_bound = max(report.velocity_bound for report in blocks)
     if isinstance(vit, OdeVitSsog):
         depth, steps = "continuous", vit.horizon
-        # the last block's part may be cut short by pruning
+        in_force = map(vit.time_grid.in_force, range(len(blocks)))
         log_growth = sum(
-            report.velocity_bound * min(vit.block_span, vit.horizon - index * vit.block_span)
-            for index, report in enumerate(blocks)
+            report.velocity_bound * (end - start) for report, (start, end) in zip(blocks, in_force, strict=True)
         )
     else:
         depth, steps = ("looped", loops) if looped else ("discrete", len(blocks))
@@ -408,9 +408,8 @@ def _visited_states(model: VitSsog, images: Tensor) -> list[tuple[int, Tensor, T
     with torch.no_grad():
         if isinstance(model, OdeVitSsog):
             ends: Any = model.forward_intermediates(images, intermediates_only=True)
-            states = [model._embed(images), *(end.permute(0, 2, 3, 1) for end in ends[:-1])]
-            last = len(model.blocks) - 1
-            in_force = [min(int(step * model.step_size / model.block_span + 1e-6), last) for step in range(len(states))]
+            states = [model.embed(images), *(end.permute(0, 2, 3, 1) for end in ends[:-1])]
+            in_force = [model.time_grid.block_at(step) for step in range(len(states))]
             return [(block, state, None) for block, state in zip(in_force, states, strict=True)]
 
         visited: list[tuple[int, Tensor, Tensor | None]] = []
@@ -418,7 +417,11 @@ def _visited_states(model: VitSsog, images: Tensor) -> list[tuple[int, Tensor, T
         for index, block in enumerate(model.blocks):
 
             def record(_: nn.Module, inputs: tuple[Any, ...], index: int = index) -> None:
-                visited.append((index, inputs[0].clone(), inputs[2] if len(inputs) > 2 else None))
+                modulation = None
+                if isinstance(model, LoopedVitSsog) and model.loop_modulation is not None:
+                    loop = min(len(visited) // len(model.blocks), model.trained_loops - 1)
+                    modulation = model.loop_modulation[loop, index]
+                visited.append((index, inputs[0].clone(), modulation))
 
             hooks.append(block.register_forward_pre_hook(record))
         try:
@@ -443,7 +446,7 @@ def _jacobian_norm(
     # the fused attention kernels can't be differentiated twice
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         state = state.detach().double().requires_grad_()
-        delta = torch.func.functional_call(block, parameters, (state, kernels, modulation, False))
+        delta = torch.func.functional_call(block, parameters, (state, kernels, modulation), {"residual": False})
         # J^T probe is linear in the probe: differentiated by it once more, it gives J without a second forward pass
         probe = torch.zeros_like(delta, requires_grad=True)
         (pulled_back,) = torch.autograd.grad(delta, state, probe, create_graph=True)

@@ -1,6 +1,7 @@
 """How this package says that an input is wrong: what was expected, what came, what to do."""
 
 import difflib
+import math
 import numbers
 import operator
 import sys
@@ -56,6 +57,26 @@ def require_number(name: str, value: object, expected: str, least: float, most: 
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= float(value) <= most:
         raise ValueError(f"{name} must be {expected}, got {value!r}.")
+
+
+def require_positive(name: str, value: object) -> None:
+    """Raise unless an option is a positive finite number.
+
+    Raises:
+        ValueError: names the option and what came.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}.")
+
+
+def require_rate(name: str, value: object) -> None:
+    """Raise unless an option is a rate that leaves something: at least 0 and below 1.
+
+    Raises:
+        ValueError: names the option and what came.
+    """
+    if not isinstance(value, numbers.Real) or not 0 <= float(value) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}.")
 
 
 def require_bool(name: str, value: object) -> None:

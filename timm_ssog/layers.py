@@ -5,7 +5,8 @@ Tokens travel as (batch, height, width, channels), so the grid is always known a
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +44,10 @@ def mixing_kernels(
     reference_grid: tuple[int, int],
     grid_height: int,
     grid_width: int,
+    width_min: float = WIDTH_MIN,
+    *,
     convex: bool,
     relative: bool,
-    width_min: float = WIDTH_MIN,
 ) -> tuple[Tensor, Tensor]:
     """Row and column kernels of one mixer or several on one grid, amplitudes folded into the rows; float32 or wider.
 
@@ -56,9 +58,9 @@ def mixing_kernels(
         reference_grid: The grid (height, width) that offset and width are measured on.
         grid_height: Cells of the grid at hand.
         grid_width: Likewise.
+        width_min: Narrowest standard deviation, in cells of the reference grid.
         convex: Whether the amplitudes are the softmax of logits.
         relative: Whether kernels stretch with the grid; otherwise their reach stays fixed in cells.
-        width_min: Narrowest standard deviation, in cells of the reference grid.
 
     Returns:
         (..., heads, components, height, height) and (..., heads, components, width, width).
@@ -218,8 +220,8 @@ class SeparableMixer(nn.Module):
             self.reference_grid,
             grid_height,
             grid_width,
-            self.convex,
-            self.relative,
+            convex=self.convex,
+            relative=self.relative,
         )
 
     def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -284,6 +286,24 @@ class IdentityMixer(nn.Module):
     def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Project tokens (batch, height, width, dim), each on its own."""
         return self.proj_drop(self.proj(self.value(x)))
+
+
+def mixer_class(mixer: str, num_heads: int, grid_size: tuple[int, int], **kernels: Any) -> Callable[..., nn.Module]:
+    """What builds the mixers of a model, given ``dim`` and the rest of their options.
+
+    Args:
+        mixer: One of `MIXERS`.
+        num_heads: Heads of a mixer that has some.
+        grid_size: Reference grid of a `SeparableMixer`.
+        **kernels: Its other options.
+
+    Raises:
+        ValueError: if there is no such mixer.
+    """
+    require_choice("mixer", mixer, MIXERS)
+    if mixer == "ssog":
+        return partial(SeparableMixer, num_heads=num_heads, grid_size=grid_size, **kernels)
+    return partial(AttentionMixer, num_heads=num_heads) if mixer == "attention" else IdentityMixer
 
 
 class CentreNorm(nn.Module):
@@ -382,7 +402,7 @@ class Block(nn.Module):
         x: Tensor,
         kernels: tuple[Tensor, Tensor] | None = None,
         modulation: Tensor | None = None,
-        residual: bool = True,
+        residual: bool = True,  # by keyword, though TorchScript can't insist on it
     ) -> Tensor:
         """Apply the block to tokens (batch, height, width, dim); `delta` alone where ``residual`` is False."""
         delta = self.delta(x, kernels, modulation)
@@ -434,8 +454,8 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
         mixers[0].reference_grid,
         height,
         width,
-        mixers[0].convex,
-        mixers[0].relative,
+        convex=mixers[0].convex,
+        relative=mixers[0].relative,
     )
     return list(zip(rows.unbind(), columns.unbind(), strict=True))
 

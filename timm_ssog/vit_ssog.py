@@ -4,9 +4,6 @@ Source: 'Beyond Quadratic Attention: Separable Gaussian Operators for ODE Vision
 The operator is defined in `timm_ssog.ops`, the block in `timm_ssog.layers`.
 """
 
-import math
-import numbers
-import operator
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,7 +19,6 @@ from timm.layers import (
     drop_path,
     global_pool_nlc,
     resample_abs_pos_embed_nhwc,
-    resample_patch_embed,
     trunc_normal_,
 )
 from timm.models import (
@@ -34,33 +30,45 @@ from timm.models import (
     register_notrace_function,
 )
 from timm.models._features import feature_take_indices
+from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 from torch.jit import Final
 
-from timm_ssog.depth import TABLEAUS, advance
-from timm_ssog.digest import check_digests, without_digests
-from timm_ssog.errors import require_bool, require_choice, require_count, require_positive_int
+from timm_ssog.arguments import (
+    check_image,
+    require_bools,
+    require_dtype,
+    require_hidden,
+    require_no_dropout,
+    require_no_noise,
+    require_no_prefix,
+    require_patches,
+    require_pool,
+    require_rates,
+)
+from timm_ssog.checkpoints import checkpoint_filter_fn, require_same_norm, require_sound
+from timm_ssog.digest import without_digests
+from timm_ssog.errors import (
+    require_bool,
+    require_choice,
+    require_count,
+    require_number,
+    require_positive,
+    require_positive_int,
+    require_rate,
+)
 from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
 from timm_ssog.layers import (
-    MIXERS,
-    AttentionMixer,
     Block,
-    IdentityMixer,
-    SeparableMixer,
-    grid_of_digits,
     kernels_ahead,
+    mixer_class,
     shared_kernels,
 )
-from timm_ssog.ode import (
-    ADAPTIVE_SOLVERS,
-    PER_SAMPLE_SOLVERS,
-    SolveTrace,
-    solve_adaptive,
-    solve_fixed_adjoint,
-    solve_per_sample,
-)
+from timm_ssog.ode import SOLVER_OPTIONS, Solver, SolveTrace, TimeGrid
 from timm_ssog.ops.capture import is_captured
-from timm_ssog.sublayers import act_class, norm_class, warn_of_other_layers
+from timm_ssog.runge_kutta import advance
+from timm_ssog.solving import random_speed, require_terms, solve_blocks, tap_penalties
+from timm_ssog.sublayers import act_class, norm_class
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
 
@@ -69,37 +77,6 @@ torch.fx.wrap("check_image")
 torch.fx.wrap("as_state")
 torch.fx.wrap("pull_on_backward")
 torch.fx.wrap("resample_abs_pos_embed_nhwc")
-
-GRIDS = ("mixer.reference_grid", "mixer._extra_state")
-"""Ends of the names under which checkpoints keep reference grids: older ones, and those of today."""
-
-GLOBAL_POOLS = ("", "avg", "avgmax", "max")
-
-STEM = r"^pos_embed|patch_embed|norm_pre"
-"""Parameters in front of all depth, for layer decay."""
-
-
-@register_notrace_function
-def check_image(x: Tensor, in_chans: int, patch_height: int, patch_width: int, pad: bool) -> Tensor:
-    """Return a batch of images unchanged, or raise a ValueError that says what the model takes and what came."""
-    if x.dim() != 4 or x.shape[1] != in_chans:
-        raise ValueError(f"Expected images (batch, {in_chans}, height, width), got shape {list(x.shape)}.")
-    if not x.is_floating_point():
-        raise ValueError(
-            f"Expected images of floating point, normalised as the model's configuration says, got {x.dtype}."
-        )
-    height, width = x.shape[2], x.shape[3]
-    if not pad and (height < patch_height or width < patch_width):
-        raise ValueError(
-            f"Images of {height} x {width} are smaller than a patch of {patch_height} x {patch_width}: resize them, or "
-            f"create the model with dynamic_img_pad=True or a smaller patch_size."
-        )
-    if not pad and (height % patch_height != 0 or width % patch_width != 0):
-        raise ValueError(
-            f"Image height and width must be multiples of the patch size {patch_height} x {patch_width}, got {height} "
-            f"x {width}: resize them, or create the model with dynamic_img_pad=True."
-        )
-    return x
 
 
 @register_notrace_function
@@ -187,37 +164,27 @@ class VitSsog(nn.Module):
         """
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        require_choice("mixer", mixer, MIXERS)
         require_choice("pos_embed", pos_embed, ("learn", "none", ""))
-        require_bool("pre_norm", pre_norm)
-        require_positive_int("depth", depth)
-        depth = int(depth)  # of numpy, say: timm wants Python's
         require_positive_int("embed_dim", embed_dim)
         require_positive_int("in_chans", in_chans)
         require_count("num_classes", num_classes)
-        _require_hidden(mlp_ratio, embed_dim)
-        for name, switch in (
-            ("fc_norm", fc_norm),
-            ("dynamic_img_size", dynamic_img_size),
-            ("dynamic_img_pad", dynamic_img_pad),
-        ):
-            require_bool(name, switch)
-        _require_dtype(dtype)
-        for name, rate in (
-            ("drop_rate", drop_rate),
-            ("pos_drop_rate", pos_drop_rate),
-            ("proj_drop_rate", proj_drop_rate),
-        ):
-            _require_rate(name, rate)
-        _require_rate("drop_path_rate", drop_path_rate)
-        _require_no_prefix(class_token, reg_tokens)
-        _require_pool(global_pool)
-        image, patch = _pair("img_size", img_size), _pair("patch_size", patch_size)
+        require_hidden(mlp_ratio, embed_dim)
+        require_bools(
+            pre_norm=pre_norm, fc_norm=fc_norm, dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad
+        )
+        require_rates(
+            drop_rate=drop_rate,
+            pos_drop_rate=pos_drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+        )
+        require_dtype(dtype)
+        require_no_prefix(class_token, reg_tokens)
+        require_pool(global_pool)
+        image, patch = require_patches(img_size, patch_size)
         grid_size = (image[0] // patch[0], image[1] // patch[1])
-        if min(grid_size) < 1:
-            raise ValueError(
-                f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
-            )
+        require_positive_int("depth", depth)
+        depth = int(depth)  # of numpy, say: timm wants Python's
         norm: Any = norm_class(norm_layer, embed_dim)
         act: Any = act_class(act_layer)
 
@@ -243,21 +210,14 @@ class VitSsog(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = LayerNorm(embed_dim, **dd) if pre_norm else nn.Identity()
 
-        if mixer == "ssog":
-            mixer_layer: Any = partial(
-                SeparableMixer,
-                num_heads=num_heads,
-                grid_size=grid_size,
-                num_components=num_components,
-                amplitude=amplitude,
-                kernel_coords=kernel_coords,
-                init_width=init_width,
-                init_offset=init_offset,
-            )
-        elif mixer == "attention":
-            mixer_layer = partial(AttentionMixer, num_heads=num_heads)
-        else:
-            mixer_layer = IdentityMixer
+        kernels = {
+            "num_components": num_components,
+            "amplitude": amplitude,
+            "kernel_coords": kernel_coords,
+            "init_width": init_width,
+            "init_offset": init_offset,
+        }
+        mixer_layer = mixer_class(mixer, num_heads, grid_size, **kernels)
         self.blocks = nn.Sequential(
             *[
                 Block(
@@ -280,7 +240,7 @@ class VitSsog(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
 
-        self.register_load_state_dict_pre_hook(_require_sound)
+        self.register_load_state_dict_pre_hook(require_sound)
         self.init_weights(needs_reset=False)
 
     @torch.jit.ignore()
@@ -290,8 +250,11 @@ class VitSsog(nn.Module):
         Args:
             needs_reset: Also reset modules that initialise themselves at construction; False right after it.
         """
-        if self.pos_embed is not None:
-            trunc_normal_(self.pos_embed, std=0.02)
+        for name, parameter in self.named_parameters(recurse=False):
+            if name == "pos_embed":
+                trunc_normal_(parameter, std=0.02)
+            else:
+                nn.init.zeros_(parameter)  # what loops add
         named_apply(partial(_init_weights, needs_reset=needs_reset), self)
 
     @torch.jit.ignore()
@@ -301,26 +264,24 @@ class VitSsog(nn.Module):
         Raises:
             RuntimeError: as torch's, and if the weights are those of a model of the other ``pre_norm``.
         """
-        theirs, ours = "norm_pre.weight" in state_dict, not isinstance(self.norm_pre, nn.Identity)
-        # torch doesn't tell its hooks whether a load is strict
-        if strict and theirs != ours and "patch_embed.proj.weight" in state_dict:
-            raise RuntimeError(
-                f"The weights come from a model with{'' if theirs else 'out'} norm_pre, the norm before depth, and "
-                f"this has pre_norm={ours}: create it with pre_norm={theirs}."
-            )
+        if strict:  # which torch doesn't tell its hooks
+            require_same_norm(state_dict, pre_norm=not isinstance(self.norm_pre, nn.Identity))
         return super().load_state_dict(state_dict, strict, assign)
 
     @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are positions and scales, not weights."""
-        kernel_parameters = ("mixer.offset", "mixer.width", "mixer.amplitude")
-        names = {name for name, _ in self.named_parameters() if name.endswith(kernel_parameters)}
+        kernels = ("mixer.offset", "mixer.width", "mixer.amplitude")
+        names = {name for name, _ in self.named_parameters() if name.endswith(kernels) or name.startswith("loop_")}
         return names | {"pos_embed"}
 
     @torch.jit.ignore()
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer decay."""
-        return {"stem": STEM, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
+        return {
+            "stem": r"^pos_embed|patch_embed|norm_pre",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm\.", (99999,))],
+        }
 
     @torch.jit.ignore()
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -341,13 +302,10 @@ class VitSsog(nn.Module):
         """
         require_count("num_classes", num_classes)
         if global_pool is not None:
-            _require_pool(global_pool)
+            require_pool(global_pool)
         weight = self.patch_embed.proj.weight
-        head = (
-            nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
-            if num_classes > 0
-            else nn.Identity()
-        )
+        dd: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.head = head.train(self.training)
         self.num_classes = num_classes
         self.global_pool = self.global_pool if global_pool is None else global_pool
@@ -369,16 +327,10 @@ class VitSsog(nn.Module):
         Raises:
             ValueError: if the image is smaller than a patch.
         """
-        image = _pair("img_size", img_size) if img_size is not None else _pair("img_size", self.patch_embed.img_size)
-        patch = (
-            _pair("patch_size", patch_size)
-            if patch_size is not None
-            else _pair("patch_size", self.patch_embed.patch_size)
+        image, patch = require_patches(
+            self.patch_embed.img_size if img_size is None else img_size,
+            self.patch_embed.patch_size if patch_size is None else patch_size,
         )
-        if image[0] < patch[0] or image[1] < patch[1]:
-            raise ValueError(
-                f"img_size must be at least one patch of {patch[0]} x {patch[1]}, got {image[0]} x {image[1]}."
-            )
         frozen = [name for name, parameter in self.patch_embed.named_parameters() if not parameter.requires_grad]
         self.patch_embed.set_input_size(img_size=image, patch_size=patch)
         for name, parameter in self.patch_embed.named_parameters():
@@ -390,9 +342,10 @@ class VitSsog(nn.Module):
             )
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
-        _record_input_size(self, image, patch_size)
+        update_model_input_size(self, image, patch_size=patch_size)
 
-    def _embed(self, x: Tensor) -> Tensor:
+    def embed(self, x: Tensor) -> Tensor:
+        """Map images (batch, in_chans, height, width) to the tokens (batch, height, width, embed_dim) before depth."""
         patch_height, patch_width = self.patch_embed.patch_size
         pad = self.patch_embed.dynamic_img_pad
         x = check_image(x, self.in_chans, patch_height, patch_width, pad)  # type: ignore[arg-type]
@@ -416,7 +369,18 @@ class VitSsog(nn.Module):
         self.blocks = self.blocks[:steps]
         self._set_steps([{"module": f"blocks.{index}"} for index in range(steps)])
 
-    def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+    def _kernels(self, x: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """Kernels of every block for all of its calls on tokens; None where a block builds its own."""
+        _, height, width, _ = x.shape
+        kernels: list[tuple[Tensor, Tensor] | None] = []
+        for block in self.blocks:
+            if torch.jit.is_scripting():
+                kernels.append(block.mixer.kernels(height, width))
+            else:
+                kernels.append(shared_kernels(block, x))
+        return kernels
+
+    def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first ``stop`` steps of depth on tokens; return the last state and those behind ``taps``."""
         states: list[Tensor] = []
         ahead: list[tuple[Tensor, Tensor] | None] = []
@@ -465,7 +429,7 @@ class VitSsog(nn.Module):
         """
         require_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         take_indices, max_index = feature_take_indices(self.num_steps, indices)
-        x, states = self._evolve(self._embed(x), take_indices, max_index + 1 if stop_early else self.num_steps)
+        x, states = self.evolve(self.embed(x), take_indices, max_index + 1 if stop_early else self.num_steps)
         intermediates = []
         for state in states:
             taken = state.flatten(1, 2)
@@ -473,14 +437,12 @@ class VitSsog(nn.Module):
             intermediates.append(
                 taken.reshape(state.shape).permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken
             )
-        if intermediates_only and not output_dict:
-            return intermediates
+        result: dict[str, Any] = {"image_intermediates": intermediates}
+        if not intermediates_only:
+            result["image_features"] = self.norm(x.flatten(1, 2))
         if output_dict:
-            result: dict[str, Any] = {"image_intermediates": intermediates}
-            if not intermediates_only:
-                result["image_features"] = self.norm(x.flatten(1, 2))
             return result
-        return self.norm(x.flatten(1, 2)), intermediates
+        return intermediates if intermediates_only else (result["image_features"], intermediates)
 
     @torch.jit.ignore()
     def prune_intermediate_layers(
@@ -525,7 +487,7 @@ class VitSsog(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Map images to tokens (batch, tokens, embed_dim) behind the final norm."""
         none: list[int] = []
-        x, _ = self._evolve(self._embed(x), none, self.num_steps)
+        x, _ = self.evolve(self.embed(x), none, self.num_steps)
         return self.norm(x.flatten(1, 2))
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
@@ -577,7 +539,7 @@ class LoopedVitSsog(VitSsog):
             **kwargs: Arguments of `VitSsog`.
         """
         require_positive_int("loops", loops)
-        _require_rate("drop_path_rate", drop_path_rate)
+        require_rate("drop_path_rate", drop_path_rate)
         require_choice("input_injection", input_injection, ("none", "add"))
         require_bool("loop_norms", loop_norms)
         require_bool("loop_embed", loop_embed)
@@ -613,28 +575,6 @@ class LoopedVitSsog(VitSsog):
         return self.num_steps
 
     @torch.jit.ignore()
-    def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise all weights; see `VitSsog.init_weights`."""
-        super().init_weights(needs_reset)
-        for name, parameter in self.named_parameters(recurse=False):
-            if name.startswith("loop_"):
-                nn.init.zeros_(parameter)
-
-    @torch.jit.ignore()
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are positions and scales, not weights."""
-        own = {name for name, _ in self.named_parameters(recurse=False) if name.startswith("loop_")}
-        return super().no_weight_decay() | own
-
-    @torch.jit.ignore()
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that group parameters by depth, for layer decay."""
-        return {
-            "stem": STEM,
-            "blocks": [(r"^blocks\.(\d+)", None), (r"^loop_", (0,)), (r"^norm\.", (99999,))],
-        }
-
-    @torch.jit.ignore()
     def _truncate(self, steps: int) -> None:
         self.set_loops(steps)
         self.trained_loops = min(steps, self.trained_loops)
@@ -643,47 +583,31 @@ class LoopedVitSsog(VitSsog):
                 kept = parameter.detach()[: self.trained_loops].clone()
                 setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
 
-    def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        _, height, width, _ = x.shape
+    def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        """Run the first ``stop`` loops on tokens; return the last state and those behind ``taps``."""
         dtype = x.dtype
         first = as_state(x)
         state = first
         states: list[Tensor] = []
-        kernels: list[tuple[Tensor, Tensor] | None] = []
-        for block in self.blocks:
-            if torch.jit.is_scripting():
-                kernels.append(block.mixer.kernels(height, width))
-            else:
-                kernels.append(shared_kernels(block, x))
+        kernels = self._kernels(x)
         for loop in range(stop):
             trained = min(loop, self.trained_loops - 1)
             if self.loop_embed is not None:
                 state = state + self.loop_embed[trained]
             if self.inject_input:
                 state = state + first
-            state = self._apply_blocks(state, kernels, trained, self.drop_path_rates[loop], dtype)
+            for index, block in enumerate(self.blocks):
+                modulation = self.loop_modulation[trained, index] if self.loop_modulation is not None else None
+                if self.grad_checkpointing and not torch.jit.is_scripting():
+                    delta = checkpoint(block, state.to(dtype), kernels[index], modulation, residual=False)
+                else:
+                    delta = block(state.to(dtype), kernels[index], modulation, residual=False)
+                if self.training and self.drop_path_rates[loop] > 0.0:
+                    delta = drop_path(delta, self.drop_path_rates[loop], self.training)
+                state = advance(state, [delta], [1.0], 1.0)
             if loop in taps:
                 states.append(state.to(dtype))
         return state.to(dtype), states
-
-    def _apply_blocks(
-        self,
-        state: Tensor,
-        kernels: list[tuple[Tensor, Tensor] | None],
-        trained_loop: int,
-        drop_path_rate: float,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            modulation = self.loop_modulation[trained_loop, index] if self.loop_modulation is not None else None
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                delta = checkpoint(block, state.to(dtype), kernels[index], modulation, False)
-            else:
-                delta = block(state.to(dtype), kernels[index], modulation, False)
-            if self.training and drop_path_rate > 0.0:
-                delta = drop_path(delta, drop_path_rate, self.training)
-            state = advance(state, [delta], [1.0], 1.0)
-        return state
 
 
 class OdeVitSsog(VitSsog):
@@ -699,7 +623,7 @@ class OdeVitSsog(VitSsog):
     """
 
     stages: list[list[float]]
-    weights: list[float]
+    slope_weights: list[float]
     solver: str
     rtol: float
     atol: float
@@ -711,13 +635,6 @@ class OdeVitSsog(VitSsog):
         self,
         depth: int = 1,
         horizon: float = 12.0,
-        solver: str = "midpoint",
-        solver_steps: int = 6,
-        rtol: float = 1e-3,
-        atol: float = 1e-3,
-        adjoint: bool = False,
-        per_sample: bool = False,
-        max_evaluations: int = 1000,
         jitter: bool = False,
         flow_penalty: str = "none",
         flow_weight: float = 1.0,
@@ -730,40 +647,24 @@ class OdeVitSsog(VitSsog):
         Args:
             depth: Distinct blocks.
             horizon: End of the time interval; a horizon of 12 is as deep as 12 blocks.
-            solver: A fixed-step method (``"euler"``, ``"midpoint"``, ``"heun"``, ``"rk4"``) or an adaptive one
-                (``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``).
-            solver_steps: Steps of a fixed-step method over the horizon; for adaptive ones just the feature taps.
-            rtol: Relative tolerance of an adaptive method.
-            atol: Absolute tolerance of an adaptive method.
-            adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps, but for a flow
-                penalty's one state and the terms of its mean squares for each of ``solver_steps`` intervals.
-            per_sample: Step every image by itself, so that no prediction depends on batch-mates, as it never does with
-                a fixed-step method.
-            max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
             jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
             flow_penalty: What training minimises beside the loss, so that the model becomes the flow of its equation
                 (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
             flow_weight: How strongly, relative to the gradient of the loss; 0 for not at all.
             proj_drop_rate: Only 0 is possible; here so that asking for dropout says why.
             drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
-            **kwargs: Arguments of `VitSsog`.
+            **kwargs: Options of `timm_ssog.ode.Solver` (``solver``, ``solver_steps``, ``rtol``, ``atol``, ``adjoint``,
+                ``per_sample``, ``max_evaluations``) and arguments of `VitSsog`.
         """
-        if proj_drop_rate:
-            raise ValueError(
-                f"A continuous model has no dropout in its velocity, got proj_drop_rate={proj_drop_rate}: every solver "
-                f"stage would see another velocity and no solver could converge. Use drop_path_rate, whose mask is "
-                f"shared by the stages of a step."
-            )
-        _require_rate("drop_path_rate", drop_path_rate)
-        if not isinstance(horizon, (int, float)) or not 0 < horizon < math.inf:
-            raise ValueError(f"horizon must be positive and finite, got {horizon!r}.")
+        require_no_dropout(proj_drop_rate)
+        require_rate("drop_path_rate", drop_path_rate)
+        require_positive("horizon", horizon)
         require_bool("jitter", jitter)
-        _check_solver(solver, solver_steps, rtol, atol, adjoint, per_sample, max_evaluations)
-        if solver in ADAPTIVE_SOLVERS or adjoint:
-            _require_no_noise(drop_path_rate, jitter, solver, adjoint)
+        settings = Solver(**{name: kwargs.pop(name) for name in SOLVER_OPTIONS if name in kwargs})
+        if settings.adjoint or not settings.is_fixed_step:
+            require_no_noise(drop_path_rate, jitter, settings.solver, settings.adjoint)
         require_choice("flow_penalty", flow_penalty, FLOW_PENALTIES)
-        if not isinstance(flow_weight, (int, float)) or not 0 <= flow_weight < math.inf:
-            raise ValueError(f"flow_weight must be 0 or more, and finite, got {flow_weight!r}.")
+        require_number("flow_weight", flow_weight, "0 or more, and finite", 0)
         super().__init__(depth=depth, **kwargs)
         self.flow_penalty = flow_penalty
         self.flow_weight = float(flow_weight)
@@ -771,68 +672,58 @@ class OdeVitSsog(VitSsog):
         self.block_span = self.horizon / depth
         self.drop_path_rate = drop_path_rate
         self.jitter = jitter
-        self.set_solver(solver, solver_steps, rtol, atol, adjoint, per_sample, max_evaluations)
+        self._use(settings)
 
     @torch.jit.ignore()
-    def set_solver(
-        self,
-        solver: str | None = None,
-        solver_steps: int | None = None,
-        rtol: float | None = None,
-        atol: float | None = None,
-        adjoint: bool | None = None,
-        per_sample: bool | None = None,
-        max_evaluations: int | None = None,
-    ) -> None:
+    def set_solver(self, solver: str | None = None, **options: Any) -> None:
         """Change how the model is solved, without touching its weights; what is left out stays as it is.
 
-        Arguments as those of the class.
+        Args:
+            solver: The method.
+            **options: The other options of `timm_ssog.ode.Solver`.
 
         Raises:
-            ValueError: as the class; the settings are then left as they were.
+            ValueError: as `timm_ssog.ode.Solver`; the settings are then left as they were.
         """
-        settings = {
-            "solver": self.solver if solver is None else solver,
-            "solver_steps": self.num_steps if solver_steps is None else solver_steps,
-            "rtol": self.rtol if rtol is None else rtol,
-            "atol": self.atol if atol is None else atol,
-            "adjoint": self.adjoint if adjoint is None else adjoint,
-            "per_sample": self.per_sample if per_sample is None else per_sample,
-            "max_evaluations": self.max_evaluations if max_evaluations is None else max_evaluations,
-        }
-        _check_solver(**settings)
-        steps = int(settings.pop("solver_steps"))
-        is_fixed_step = settings["solver"] in TABLEAUS
-        steps_per_block = steps * self.block_span / self.horizon
-        if is_fixed_step and len(self.blocks) > 1 and abs(steps_per_block - round(steps_per_block)) > 1e-6:
+        self._use(self.settings.change(solver=solver, **options))
+
+    @torch.jit.ignore()
+    def _use(self, settings: Solver) -> None:
+        grid = TimeGrid(self.horizon / settings.solver_steps, self.block_span, settings.solver_steps)
+        if settings.is_fixed_step and not grid.is_even:
             raise ValueError(
                 f"solver_steps must give every one of the {len(self.blocks)} blocks a whole number of steps, got "
-                f"{steps}: use a multiple of {len(self.blocks)}."
+                f"{grid.steps}: use a multiple of {len(self.blocks)}."
             )
-        for name, value in settings.items():
-            setattr(self, name, value)
-        self.is_fixed_step = is_fixed_step
-        self.stages, self.weights, _ = TABLEAUS[self.solver if is_fixed_step else "euler"]
-        self.step_size = self.horizon / steps
-        self.steps_per_block = steps if len(self.blocks) == 1 else max(round(steps_per_block), 1)
-        self.drop_path_rates = _drop_path_rates(self.drop_path_rate, steps)
-        self._set_steps([self._describe_step(index) for index in range(steps)])
+        self.settings = settings
+        # single ones too, for what scripts and exports, and for whoever reads them
+        for name in SOLVER_OPTIONS:
+            if name != "solver_steps":
+                setattr(self, name, getattr(settings, name))
+        self.is_fixed_step = settings.is_fixed_step
+        self.stages, self.slope_weights = settings.tableau.stages, settings.tableau.step
+        self._lay_out(grid)
+        self.drop_path_rates = _drop_path_rates(self.drop_path_rate, grid.steps)
 
     @torch.jit.ignore()
-    def _block_at(self, step: int) -> int:
-        """Index of the block in force when a step begins."""
-        return min(int(step * self.step_size / self.block_span + 1e-6), len(self.blocks) - 1)
-
-    @torch.jit.ignore()
-    def _describe_step(self, index: int) -> dict[str, Any]:
-        return {"module": f"blocks.{self._block_at(index)}@step{index + 1}", "time": (index + 1) * self.step_size}
+    def _lay_out(self, grid: TimeGrid) -> None:
+        self.time_grid = grid
+        self.step_size, self.steps_per_block = grid.step_size, grid.steps_per_block
+        self._set_steps(
+            [
+                {"module": f"blocks.{grid.block_at(step)}@step{step + 1}", "time": grid.end(step)}
+                for step in range(grid.steps)
+            ]
+        )
 
     @torch.jit.ignore()
     def _truncate(self, steps: int) -> None:
-        self.horizon = steps * self.step_size
-        self.blocks = self.blocks[: math.ceil(self.horizon / self.block_span - 1e-6)]
+        grid = self.time_grid.cut(steps)
+        self.settings = self.settings.change(solver_steps=steps)
+        self.horizon = grid.horizon
+        self.blocks = self.blocks[: grid.blocks]
         self.drop_path_rates = self.drop_path_rates[:steps]
-        self._set_steps([self._describe_step(index) for index in range(steps)])
+        self._lay_out(grid)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, in_chans, height, width) to logits (batch, num_classes).
@@ -867,16 +758,12 @@ class OdeVitSsog(VitSsog):
             raise ValueError("The model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'.")
         terms: list[Tensor] = []
         none: list[int] = []
-        state, _ = self._integrate(self._embed(x), none, self.num_steps, terms)
-        if not terms:
-            raise ValueError(
-                f"flow_penalty='error' needs two steps per block with solver={self.solver!r}, which has one velocity a "
-                f"step, got solver_steps={self.num_steps} for {len(self.blocks)} blocks: use flow_penalty='kinetic', "
-                f"solver='midpoint' or more steps."
-            )
+        state, _ = self._integrate(self.embed(x), none, self.num_steps, terms)
+        require_terms(terms, self.settings, len(self.blocks))
         return self.forward_head(self.norm(state.flatten(1, 2))), torch.stack(terms).sum(0)
 
-    def _evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+    def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        """Run the first ``stop`` feature intervals on tokens; return the last state and those at ``taps``."""
         return self._integrate(x, taps, stop, None)
 
     def _integrate(
@@ -890,16 +777,11 @@ class OdeVitSsog(VitSsog):
                 return self._solve(x, taps, stop, penalties)
         elif not self.is_fixed_step:
             raise RuntimeError("An adaptive solver can't be scripted: set_solver('rk4') or another fixed-step method.")
-        _, height, width, _ = x.shape
         dtype = x.dtype
         state = as_state(x)
         states: list[Tensor] = []
+        kernels = self._kernels(x)
         for index, block in enumerate(self.blocks):
-            kernels: tuple[Tensor, Tensor] | None = None
-            if torch.jit.is_scripting():
-                kernels = block.mixer.kernels(height, width)
-            else:
-                kernels = shared_kernels(block, x)
             first = index * self.steps_per_block
             steps = min(self.steps_per_block, stop - first)
             phase: Tensor | None = None
@@ -909,21 +791,22 @@ class OdeVitSsog(VitSsog):
             before: Tensor | None = None
             for step in range(steps):
                 number = first + min(step, self.steps_per_block - 1)
-                speed = self._random_speed(state, self.drop_path_rates[number], phase, step == 0, step == steps - 1)
+                rate = self.drop_path_rates[number] if self.training else 0.0
+                speed = random_speed(state, rate, phase, is_first=step == 0, is_last=step == steps - 1)
                 slopes: list[Tensor] = []
                 full: list[Tensor] = []
                 start = state
                 for stage in self.stages:
                     at = advance(state, slopes, stage, self.step_size).to(dtype)
                     if self.grad_checkpointing and not torch.jit.is_scripting():
-                        slope = checkpoint(block, at, kernels, None, False)
+                        slope = checkpoint(block, at, kernels[index], residual=False)
                     else:
-                        slope = block(at, kernels, None, False)
+                        slope = block(at, kernels[index], residual=False)
                     full.append(slope)
                     slopes.append(slope if speed is None else slope * speed)
-                state = advance(state, slopes, self.weights, self.step_size)
+                state = advance(state, slopes, self.slope_weights, self.step_size)
                 if penalties is not None and not torch.jit.is_scripting():
-                    term = step_penalty(start, full, self.weights, self.step_size, before, error, kinetic)
+                    term = step_penalty(start, full, self.slope_weights, self.step_size, before, error, kinetic)
                     before = full[0]
                     if term is not None:
                         penalties.append(term)
@@ -931,233 +814,58 @@ class OdeVitSsog(VitSsog):
                     states.append(state.to(dtype))
         return state.to(dtype), states
 
-    def _random_speed(
-        self, state: Tensor, drop_path_rate: float, phase: Tensor | None, is_first: bool, is_last: bool
-    ) -> Tensor | None:
-        """What training multiplies all slopes of a step by: its share of a jittered grid and its stochastic depth."""
-        speed: Tensor | None = None
-        if phase is not None:
-            if is_first:
-                speed = phase
-            elif is_last:
-                speed = 1 - phase
-        if self.training and drop_path_rate > 0.0:
-            kept = drop_path(torch.ones([state.shape[0], 1, 1, 1], device=state.device), drop_path_rate, True)
-            speed = kept if speed is None else speed * kept
-        return speed
-
     @torch.jit.unused
     def _solve(
         self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        every = list(range(stop)) if penalties is not None else taps
-        state, states, _ = self._solve_traced(x, every, stop)
-        if penalties is not None:
-            self._penalise_taps([as_state(x), *states[:-1]], x.dtype, penalties)
-            states = [states[step] for step in taps]
-        return state, states
+        if penalties is None:
+            state, states, _ = self.solve(x, taps, stop)
+            return state, states
+        state, states, _ = self.solve(x, list(range(stop)), stop)
+        penalties += tap_penalties(
+            list(self.blocks),
+            [as_state(x), *states[:-1]],
+            grid=self.time_grid,
+            error=self.flow_penalty != "kinetic",
+            kinetic=self.flow_penalty != "error",
+            dtype=x.dtype,
+            grad_checkpointing=self.adjoint or self.grad_checkpointing,
+        )
+        return state, [states[step] for step in taps]
 
     @torch.jit.unused
-    def _penalise_taps(self, states: list[Tensor], dtype: torch.dtype, penalties: list[Tensor]) -> None:
-        """Collect penalties from one velocity at the start of each feature interval, for solves that show no stages."""
-        error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
-        for index, block in enumerate(self.blocks):
-            kernels = shared_kernels(block, states[0])
-            before: Tensor | None = None
-            for step, state in enumerate(states):
-                if self._block_at(step) == index:
-                    if self.adjoint or self.grad_checkpointing:
-                        slope = checkpoint(block, state.to(dtype), kernels, None, False)
-                    else:
-                        slope = block(state.to(dtype), kernels, None, False)
-                    wide = as_state(state)
-                    term = step_penalty(wide, [slope], [1.0], self.step_size, before, error, kinetic)
-                    before = slope
-                    if term is not None:
-                        penalties.append(term)
+    def solve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
+        """Evolve by `timm_ssog.ode`, whatever the solver, and say what it did.
 
-    @torch.jit.unused
-    def _solve_traced(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
-        """Solve by `timm_ssog.ode`, one block's part of the horizon after the other."""
+        Args:
+            x: Tokens (batch, height, width, embed_dim).
+            taps: Steps behind which the states are wanted.
+            stop: How many steps.
+
+        Returns:
+            The last state, those behind the taps, and the trace of each block in force.
+
+        Raises:
+            ValueError: if the model is in training with noise that acts on fixed steps.
+            SolveError: if the solve fails.
+        """
         if self.training:
-            _require_no_noise(self.drop_path_rate, self.jitter, self.solver, self.adjoint)
-        dtype = x.dtype
-        state = as_state(x)
-        states, traces = [], []
-        for index, block in enumerate(self.blocks):
-            start, last = index * self.block_span, min((index + 1) * self.block_span, stop * self.step_size)
-            slack = 1e-6 * self.step_size
-            if last <= start + slack:
-                break
-            # an adaptive solve lands on all times, so that taps don't change it; a fixed grid needs none but the taps
-            wanted = taps if self.is_fixed_step else range(stop)
-            ends = [step for step in wanted if start + slack < (step + 1) * self.step_size < last - slack]
-            times = [start, *((step + 1) * self.step_size for step in ends), last]
-            solved, trace = self._solve_block(block, state, shared_kernels(block, x), times, dtype)  # type: ignore[arg-type]
-            traces.append(trace)
-            state = solved[-1]
-            at = dict(zip(ends, solved, strict=False))
-            step = round(last / self.step_size)
-            if abs(step * self.step_size - last) < slack:  # else the block ends between two taps
-                at[step - 1] = state
-            states.extend(tensor.to(dtype) for step, tensor in sorted(at.items()) if step in taps)
-        return state.to(dtype), states, traces
-
-    @torch.jit.unused
-    def _solve_block(
-        self, block: Block, state: Tensor, kernels: tuple[Tensor, Tensor] | None, times: list[float], dtype: torch.dtype
-    ) -> tuple[list[Tensor], SolveTrace]:
-        def velocity(at: Tensor) -> Tensor:
-            if self.grad_checkpointing:
-                slope = checkpoint(block, at.to(dtype), kernels, None, False)
-            else:
-                slope = block(at.to(dtype), kernels, None, False)
-            return slope.to(at.dtype)
-
-        parameters = None
-        if self.adjoint and torch.is_grad_enabled():
-            # the kernels are functions of these three: passing both would count their gradient twice
-            behind_kernels = () if kernels is None else ("mixer.offset", "mixer.width", "mixer.amplitude")
-            weights = [p for name, p in block.named_parameters() if not name.endswith(behind_kernels)]
-            parameters = [p for p in (*weights, *(kernels or ())) if p.requires_grad]
-        if self.is_fixed_step:
-            return solve_fixed_adjoint(velocity, state, times, self.solver, self.step_size, parameters or [])
-        tolerances = (self.solver, self.rtol, self.atol, self.max_evaluations)
-        if self.per_sample:
-            # one call for all images pays on a GPU only, and costs the last bits of their independence
-            return solve_per_sample(velocity, state, times, *tolerances, together=state.device.type != "cpu")
-        return solve_adaptive(velocity, state, times, *tolerances, parameters=parameters)
-
-
-def _check_solver(
-    solver: str,
-    solver_steps: int,
-    rtol: float,
-    atol: float,
-    adjoint: bool,
-    per_sample: bool,
-    max_evaluations: int,
-) -> None:
-    require_choice("solver", solver, (*TABLEAUS, *ADAPTIVE_SOLVERS))
-    require_positive_int("solver_steps", solver_steps)
-    require_positive_int("max_evaluations", max_evaluations)
-    require_bool("adjoint", adjoint)
-    require_bool("per_sample", per_sample)
-    for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {tolerance!r}.")
-    if solver in TABLEAUS or not per_sample:
-        return
-    if solver not in PER_SAMPLE_SOLVERS:
-        raise ValueError(
-            f"per_sample needs one of the adaptive solvers {', '.join(map(repr, PER_SAMPLE_SOLVERS))} or a fixed-step "
-            f"one, got {solver!r}."
+            require_no_noise(self.drop_path_rate, self.jitter, self.solver, self.adjoint)
+        state, states, traces = solve_blocks(
+            list(self.blocks),
+            as_state(x),
+            taps,
+            grid=self.time_grid.cut(stop),
+            solver=self.settings,
+            dtype=x.dtype,
+            grad_checkpointing=self.grad_checkpointing,
         )
-    if adjoint:
-        raise ValueError(
-            "adjoint and per_sample don't go together: the adjoint equation of a batch has one clock, per_sample has "
-            "one an image. Choose one of them."
-        )
-
-
-def _require_no_noise(drop_path_rate: float, jitter: bool, solver: str, adjoint: bool) -> None:
-    if drop_path_rate or jitter:
-        raise ValueError(
-            f"drop_path and jitter need a fixed-step solver without the adjoint, got drop_path_rate={drop_path_rate} "
-            f"and jitter={jitter} with solver={solver!r} and adjoint={adjoint}: they act on the steps of such a "
-            f"solver; an adaptive one would see its velocity change from stage to stage and accept no step. Set "
-            f"drop_path_rate=0 and jitter=False, or solver='rk4' and adjoint=False."
-        )
-
-
-def _pair(name: str, size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-    if len(pair) != 2:
-        raise ValueError(f"{name} must be an integer or a pair (height, width), got {size!r}.")
-    for length in pair:
-        require_positive_int(name, length)
-    return operator.index(pair[0]), operator.index(pair[1])
-
-
-def _require_rate(name: str, rate: float) -> None:
-    if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {rate!r}.")
-
-
-def _require_hidden(mlp_ratio: Any, embed_dim: int) -> None:
-    hidden = float(mlp_ratio) * embed_dim if isinstance(mlp_ratio, numbers.Real) else 0.0
-    if not 1 <= hidden < math.inf:
-        raise ValueError(
-            f"mlp_ratio must be a finite number that gives the MLP a hidden channel at least, got {mlp_ratio!r} with "
-            f"embed_dim={embed_dim}."
-        )
-
-
-def _require_dtype(dtype: Any) -> None:
-    if dtype not in (None, torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype must be torch.float32, float64, bfloat16 or float16, got {dtype!r}.")
+        return state.to(x.dtype), [tapped.to(x.dtype) for tapped in states], traces
 
 
 def _drop_path_rates(rate: float, steps: int) -> list[float]:
     """Stochastic depth rates that rise linearly from 0 to ``rate``."""
     return [float(step_rate) for step_rate in calculate_drop_path_rates(rate, steps)]  # type: ignore[arg-type]
-
-
-def _require_pool(global_pool: str) -> None:
-    if global_pool in ("token", "map"):
-        raise ValueError(
-            f"global_pool={global_pool!r} is not to be had: vit_ssog has no class token and no attention pooling, it "
-            f"mixes over the token grid. Use one of {', '.join(map(repr, GLOBAL_POOLS))}."
-        )
-    require_choice("global_pool", global_pool, GLOBAL_POOLS)
-
-
-def _require_no_prefix(class_token: bool, reg_tokens: int) -> None:
-    if class_token or reg_tokens:
-        raise ValueError(
-            f"vit_ssog mixes over the token grid and has no place for prefix tokens, got class_token={class_token} and "
-            f"reg_tokens={reg_tokens}. Leave them out; global_pool='avg' pools over the grid."
-        )
-
-
-def _require_sound(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    floating = {name for name, parameter in module.named_parameters() if parameter.is_floating_point()}
-    for name, tensor in state_dict.items():
-        if isinstance(name, str) and name.startswith(prefix) and name.endswith(GRIDS):
-            _require_grid(name, tensor)
-        if not isinstance(name, str) or not name.startswith(prefix) or not torch.is_tensor(tensor) or tensor.is_meta:
-            continue
-        if not tensor.is_floating_point() and name[len(prefix) :] in floating:
-            raise ValueError(
-                f"{name} of the checkpoint must be of floating point, got {tensor.dtype}; the model was left as it "
-                f"was. Weights that were quantised have to be scaled back first."
-            )
-        if tensor.is_floating_point() and tensor.itemsize == 1:
-            tensor = tensor.float()  # float8 has no test for NaN
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise ValueError(
-                f"{name} of the checkpoint holds {bad} values of {tensor.numel()} that are NaN or infinite; the model "
-                f"was left as it was. The training run diverged: take an earlier checkpoint."
-            )
-
-
-def _require_grid(name: str, tensor: Any) -> None:
-    grid: Any = tensor
-    if torch.is_tensor(tensor) and tensor.is_meta:
-        return  # which loads nothing
-    if torch.is_tensor(tensor) and not tensor.is_complex() and tensor.dtype != torch.bool:
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-            return  # which is said of any tensor
-        grid = grid_of_digits(tensor) if tensor.shape == (2, 3) else tuple(tensor.flatten().tolist())
-        if len(grid) == 2 and min(grid) >= 1:
-            return
-    elif torch.is_tensor(tensor):
-        grid = f"a tensor of {tensor.dtype} on {tensor.device}"
-    raise ValueError(
-        f"{name} of the checkpoint must be the grid (height, width) that its kernels are measured on, got {grid}; the "
-        f"model was left as it was. The file is damaged: take another copy."
-    )
 
 
 def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
@@ -1167,67 +875,6 @@ def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -
             nn.init.zeros_(module.bias)
     elif needs_reset and hasattr(module, "reset_parameters"):
         module.reset_parameters()  # type: ignore[operator]
-
-
-def _record_input_size(model: nn.Module, img_size: tuple[int, int], patch_size: int | tuple[int, int] | None) -> None:
-    """Note a changed input size for timm's Hub export, where timm keeps such notes (from 1.0.30 on)."""
-    try:
-        from timm.models._input import update_model_input_size
-    except ImportError:
-        return
-    update_model_input_size(model, img_size, patch_size=patch_size)
-
-
-def _require_tensors(state_dict: Any) -> None:
-    bad = state_dict
-    if isinstance(state_dict, Mapping):
-        wrong = [name for name, tensor in state_dict.items() if not (isinstance(name, str) and torch.is_tensor(tensor))]
-        if not wrong:
-            return
-        bad = f"{type(state_dict[wrong[0]]).__name__} under {wrong[0]!r}"
-    else:
-        bad = type(state_dict).__name__
-    raise ValueError(f"Expected a checkpoint of tensors by name, got {bad}: it is not one of a model alone.")
-
-
-def _unseen_by_shape(model: VitSsog) -> dict[str, Any]:
-    """Options under which the same tensors are another function, and which nobody changes but by retraining."""
-    block: Any = model.blocks[0]
-    options: dict[str, Any] = {"norm_layer": block.norm1, "act_layer": block.mlp.act}
-    if isinstance(block.mixer, SeparableMixer):
-        options["amplitude"] = "convex" if block.mixer.convex else "signed"
-    if isinstance(model, LoopedVitSsog):
-        options["input_injection"] = "add" if model.inject_input else "none"
-    return options
-
-
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: VitSsog) -> dict[str, Tensor]:
-    """Fit a checkpoint to the model: unwrap it, and resample patch and position embeddings of another size.
-
-    Warns where it was published with options under which its weights are another function.
-
-    Raises:
-        ValueError: if it was published with a digest and has another, or is no mapping of names to tensors.
-    """
-    for key in ("model", "state_dict"):
-        if isinstance(state_dict, Mapping):
-            state_dict = state_dict.get(key, state_dict)
-    _require_tensors(state_dict)
-    config: Any = getattr(model, "pretrained_cfg", {})
-    published = getattr(model, "pretrained_model_args", {})
-    check_digests(state_dict, config, published)
-    warn_of_other_layers(published, _unseen_by_shape(model), model.embed_dim)
-    out = {}
-    for name, tensor in state_dict.items():
-        # what no resampling can mend is for load_state_dict to refuse
-        if name == "patch_embed.proj.weight" and tensor.dim() == 4 and tensor.numel() > 0:
-            if tensor.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
-                size = list(_pair("patch_size", model.patch_embed.patch_size))
-                tensor = resample_patch_embed(tensor, size, verbose=True)
-        elif name == "pos_embed" and model.pos_embed is not None and tensor.dim() == 4 and tensor.numel() > 0:
-            tensor = resample_abs_pos_embed_nhwc(tensor, list(model.pos_embed.shape[1:3]), verbose=True)
-        out[name] = tensor
-    return out
 
 
 def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
@@ -1286,13 +933,7 @@ def _create_vit_ssog(
 
 # A looped model starts as the continuous one does, whose checkpoints it shares. Why these: examples/lab/flow.py.
 LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
-ODE_ARGS: dict[str, Any] = {
-    "depth": 1,
-    "horizon": 12.0,
-    "pre_norm": True,
-    "flow_penalty": "both",
-    "flow_weight": 1.0,
-}
+ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, "pre_norm": True, "flow_penalty": "both", "flow_weight": 1.0}
 
 
 @register_model

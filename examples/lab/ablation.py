@@ -185,7 +185,9 @@ def main(argv: list[str] | None = None) -> None:
         **{key: MODEL[key] for key in ("img_size", "patch_size", "embed_dim", "depth", "mlp_ratio")},
     }
     settings = list(options.only or CHANGES)
-    runs = run_all(output, recipe, settings, options.seeds, partial(run, epochs=epochs, limit=limit), options.jobs)
+    runs = run_all(
+        output, recipe, settings, seeds=options.seeds, run=partial(run, epochs=epochs, limit=limit), jobs=options.jobs
+    )
     print(table(runs))
     for grid in (7,) if options.quick else (7, 64):
         shares = weakest_gradients(grid)

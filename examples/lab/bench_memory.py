@@ -45,7 +45,7 @@ def measure_apart(task: dict[str, Any]) -> dict[str, int | None] | None:
 
 
 def measure(
-    model: str, size: str, setting: str, img_size: int, batch: int, training: bool, device: str, bf16: bool
+    *, model: str, size: str, setting: str, img_size: int, batch: int, training: bool, device: str, bf16: bool
 ) -> dict[str, int | None] | None:
     """Peak memory of one pass or step, after a first one that set everything up.
 
@@ -56,7 +56,10 @@ def measure(
         cannot tell). None in place of all that if the device has too little memory.
     """
     try:
-        return _measure(model, size, setting, img_size, batch, training, torch.device(device), bf16)
+        network = create(model, size, setting, device).train(training)
+        images = torch.randn(batch, 3, img_size, img_size, device=device)
+        labels = torch.randint(1000, (batch,), device=device)
+        return _measure(network, images, labels, training=training, bf16=bf16)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -64,11 +67,9 @@ def measure(
 
 
 def _measure(
-    model: str, size: str, setting: str, img_size: int, batch: int, training: bool, on: torch.device, bf16: bool
+    network: nn.Module, images: Tensor, labels: Tensor, *, training: bool, bf16: bool
 ) -> dict[str, int | None]:
-    network = create(model, size, setting, on).train(training)
-    images = torch.randn(batch, 3, img_size, img_size, device=on)
-    labels = torch.randint(1000, (batch,), device=on)
+    on = images.device
     step = training_step(network, bf16)
 
     def run() -> None:

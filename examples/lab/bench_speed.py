@@ -96,6 +96,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 def take_turns(
     calls: dict[str, Callable[[], Any]],
+    *,
     device: torch.device,
     clock: Callable[[], float],
     seconds: float,
@@ -160,6 +161,7 @@ def measure_models(
     size: str,
     setting: str,
     img_size: int,
+    *,
     batch: int,
     training: bool,
     models: tuple[str, ...],
@@ -186,18 +188,19 @@ def measure_models(
             step = training_step(network, bf16)
             step(corner, labels)
             calls[model] = partial(step, images, labels)
-        return take_turns(calls, device, clock, seconds, advance)
+        return take_turns(calls, device=device, clock=clock, seconds=seconds, advance=advance)
     # one autocast around all calls keeps the cast weights, as weights in bfloat16 would stay what they are
     with torch.inference_mode(), precision(device, bf16):
         for model, network in networks.items():
             network(corner)
             calls[model] = partial(network, images)
-        return take_turns(calls, device, clock, seconds, advance)
+        return take_turns(calls, device=device, clock=clock, seconds=seconds, advance=advance)
 
 
 def measure_mixing(
     size: str,
     img_size: int,
+    *,
     batch: int,
     models: tuple[str, ...],
     device: torch.device,
@@ -229,7 +232,7 @@ def measure_mixing(
     with torch.inference_mode():
         for call in calls.values():
             call()
-        return take_turns(calls, device, clock, seconds, advance)
+        return take_turns(calls, device=device, clock=clock, seconds=seconds, advance=advance)
 
 
 def wall_clock() -> float:

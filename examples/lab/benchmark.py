@@ -119,12 +119,20 @@ def measure(cell: Cell, options: argparse.Namespace, advance: Any) -> dict[str, 
     models = models_of(cell.setting, tuple(options.models))
     record: dict[str, Any] = {**cell._asdict(), "batch": batch, "models": models, "seconds": options.seconds}
     clock = cpu_clock if options.device.type == "cpu" and options.threads == 1 else wall_clock
-    common = (options.device, options.bf16, clock, options.seconds, advance)
+    common: dict[str, Any] = {
+        "batch": batch,
+        "models": models,
+        "device": options.device,
+        "bf16": options.bf16,
+        "clock": clock,
+        "seconds": options.seconds,
+        "advance": advance,
+    }
     if cell.measure in ("inference", "training"):
         training = cell.measure == "training"
-        record["ms"] = measure_models(cell.size, cell.setting, cell.img_size, batch, training, models, *common)
+        record["ms"] = measure_models(cell.size, cell.setting, cell.img_size, training=training, **common)
     elif cell.measure == "mixing":
-        record["ms"] = measure_mixing(cell.size, cell.img_size, batch, models, *common)
+        record["ms"] = measure_mixing(cell.size, cell.img_size, **common)
     elif cell.measure == "cost":
         record["counts"] = {model: count(model, cell.size, cell.setting, cell.img_size) for model in models}
     else:

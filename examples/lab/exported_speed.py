@@ -62,7 +62,9 @@ def measure(size: str, img_size: int, seconds: float) -> dict[str, Any]:
             calls |= {f"{runtime}/{model}": call for runtime, call in runners(path, images).items()}
         for call in calls.values():
             call()
-        for name, turns in take_turns(calls, torch.device("cpu"), wall_clock, seconds, lambda _: None).items():
+        for name, turns in take_turns(
+            calls, device=torch.device("cpu"), clock=wall_clock, seconds=seconds, advance=lambda _: None
+        ).items():
             runtime, model = name.split("/")
             times.setdefault(runtime, {})[model] = turns
     return {"size": size, "img_size": img_size, "milliseconds": times, "cpu": cpu_name(), **provenance()}

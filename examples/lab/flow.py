@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         recipe["limit"] = limit
     measured = partial(run, epochs=epochs, limit=limit, folder=options.images)
-    runs = run_all(output, recipe, list(options.only or SETTINGS), options.seeds, measured, options.jobs)
+    runs = run_all(output, recipe, list(options.only or SETTINGS), seeds=options.seeds, run=measured, jobs=options.jobs)
     print(f"{table(runs)}\n\nEvery run: {output}")
 
 

@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     output = results_file(options, name)
     of_run.update(epochs=recipe["epochs"], recipe=recipe, device=options.device, amp=options.amp)
     wanted = options.only or settings()
-    runs = run_all(output, recipe, wanted, options.seeds, partial(run, options=of_run), options.jobs)
+    runs = run_all(output, recipe, wanted, seeds=options.seeds, run=partial(run, options=of_run), jobs=options.jobs)
     print(f"{table(runs)}\n\nEvery run: {output}")
 
 

@@ -113,6 +113,7 @@ def run_all(
     output: Path,
     recipe: dict[str, Any],
     settings: list[str],
+    *,
     seeds: int,
     run: Callable[[str, int], dict[str, Any]],
     jobs: int = 1,

@@ -101,7 +101,9 @@ def main(argv: list[str] | None = None) -> None:
     model = {key: {**MODEL, **INPUT}[key] for key in ("img_size", "patch_size", "embed_dim", "num_heads", "mlp_ratio")}
     recipe = {**RECIPE, **model, "epochs": epochs, "train_images": len(Digits("train", limit=limit))}
     settings = list(options.only or SOLVERS)
-    runs = run_all(output, recipe, settings, options.seeds, partial(run, epochs=epochs, limit=limit), options.jobs)
+    runs = run_all(
+        output, recipe, settings, seeds=options.seeds, run=partial(run, epochs=epochs, limit=limit), jobs=options.jobs
+    )
     print(f"{table(runs)}\n\nEvery run: {output}")
 
 

@@ -180,7 +180,9 @@ def main(argv: list[str] | None = None) -> None:
     }
     output = results_file(options, f"warm-start-{options.dataset}")
     of_dataset = partial(run, dataset=options.dataset, teachers=options.teachers, cifar=options.cifar, limit=limit)
-    runs = run_all(output, recipe, list(options.only or SETTINGS), options.seeds, of_dataset, options.jobs)
+    runs = run_all(
+        output, recipe, list(options.only or SETTINGS), seeds=options.seeds, run=of_dataset, jobs=options.jobs
+    )
     print(table(runs))
     print(f"\nEvery run: {output}")
 

@@ -39,7 +39,7 @@ def student_states(student: VitSsog, x: Tensor) -> list[Tensor]:
     states at its feature taps.
     """
     if isinstance(student, (LoopedVitSsog, OdeVitSsog)):
-        return student._evolve(x, list(range(student.num_steps)), student.num_steps)[1]
+        return student.evolve(x, list(range(student.num_steps)), student.num_steps)[1]
     states = []
     for block in student.blocks:
         x = x + block.mixer(block.norm1(x))  # type: ignore[operator]
@@ -106,7 +106,7 @@ def align(
 
 def _distance(student: VitSsog, teacher: Teacher, images: Tensor, with_logits: bool) -> Tensor:
     targets, logits = teacher_states(teacher, teacher.embed(images).detach())
-    states = student_states(student, student._embed(images))
+    states = student_states(student, student.embed(images))
     loss = states[0].new_zeros(())
     before = 0
     for state, index in zip(states, matching(len(states), len(teacher.blocks)), strict=True):

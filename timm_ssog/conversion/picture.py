@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from timm_ssog.analysis import _panels as panels
+from timm_ssog.analysis import panels
 from timm_ssog.conversion.report import WarmStartReport
 from timm_ssog.errors import require_positive_int
 

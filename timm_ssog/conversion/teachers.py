@@ -54,7 +54,7 @@ class Teacher:
         """Images to tokens (batch, prefix + height * width, channels), as the first block gets them."""
         model = self.model
         if isinstance(model, VitSsog):
-            return model._embed(images).flatten(1, 2)
+            return model.embed(images).flatten(1, 2)
         return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
     def finish(self, tokens: Tensor) -> Tensor:

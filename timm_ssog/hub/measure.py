@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import timm_ssog
 from timm_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 from timm_ssog.certificates import Certificate, certify
-from timm_ssog.depth import TABLEAUS
+from timm_ssog.runge_kutta import TABLEAUS
 
 SCALES = (1.0, 1.5, 2.0, 3.0)
 """Multiples of the image size for which the arithmetic is counted."""

@@ -21,6 +21,7 @@ def unseen_options(model: VitSsog) -> dict[str, Any]:
     if isinstance(model, LoopedVitSsog):
         options |= {"loops": model.loops, "input_injection": "add" if model.inject_input else "none"}
     if isinstance(model, OdeVitSsog):
-        names = ("horizon", "solver", "rtol", "atol", "per_sample", "flow_penalty", "flow_weight")
-        options |= {"solver_steps": model.num_steps, **{name: getattr(model, name) for name in names}}
+        names = ("solver", "rtol", "atol", "per_sample", "solver_steps")
+        options |= {name: getattr(model.settings, name) for name in names}
+        options |= {name: getattr(model, name) for name in ("horizon", "flow_penalty", "flow_weight")}
     return options

@@ -1,0 +1,151 @@
+"""Solves of a continuous model by `timm_ssog.ode`, one block after the other."""
+
+from collections.abc import Sequence
+
+import torch
+from timm.layers import drop_path
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from timm_ssog.flow import step_penalty
+from timm_ssog.layers import shared_kernels
+from timm_ssog.ode import Solver, SolveTrace, TimeGrid, solve_adaptive, solve_fixed_adjoint, solve_per_sample
+
+
+def random_speed(
+    state: Tensor, drop_path_rate: float, phase: Tensor | None, *, is_first: bool, is_last: bool
+) -> Tensor | None:
+    """What training multiplies all slopes of a step by: its share of a jittered grid and its stochastic depth."""
+    speed: Tensor | None = None
+    if phase is not None:
+        if is_first:
+            speed = phase
+        elif is_last:
+            speed = 1 - phase
+    if drop_path_rate > 0.0:
+        kept = drop_path(torch.ones([state.shape[0], 1, 1, 1], device=state.device), drop_path_rate, True)
+        speed = kept if speed is None else speed * kept
+    return speed
+
+
+def solve_blocks(
+    blocks: Sequence[nn.Module],
+    state: Tensor,
+    taps: Sequence[int],
+    *,
+    grid: TimeGrid,
+    solver: Solver,
+    dtype: torch.dtype,
+    grad_checkpointing: bool,
+) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
+    """Solve to the end of a grid of feature times.
+
+    Args:
+        blocks: The velocities.
+        state: At time 0, (batch, height, width, channels).
+        taps: Steps of the grid whose ends are wanted.
+        grid: Feature times, and when each block is in force.
+        solver: How to solve; a fixed-step one is solved by the adjoint equation.
+        dtype: What the velocities run in.
+        grad_checkpointing: Whether to keep only the states that velocities are taken at, and compute the rest again.
+
+    Returns:
+        The last state, those at the taps, and the trace of each block in force.
+    """
+    states, traces = [], []
+    for index, block in enumerate(blocks[: grid.blocks]):
+        start, last = grid.in_force(index)
+        inside = grid.ends_inside(index)
+        # an adaptive solve lands on all times, so that taps don't change it; a fixed grid needs none but the taps
+        steps = [step for step in inside if step in taps] if solver.is_fixed_step else inside
+        times = [start, *map(grid.end, steps), last]
+        solved, trace = _solve_block(block, state, times, grid.step_size, solver, dtype, grad_checkpointing)
+        traces.append(trace)
+        state = solved[-1]
+        at = dict(zip(steps, solved, strict=False))
+        if (step := grid.ending_at(last)) is not None:  # else the block ends between two taps
+            at[step] = state
+        states.extend(tensor for step, tensor in sorted(at.items()) if step in taps)
+    return state, states, traces
+
+
+def _solve_block(
+    block: nn.Module,
+    state: Tensor,
+    times: list[float],
+    step_size: float,
+    solver: Solver,
+    dtype: torch.dtype,
+    grad_checkpointing: bool,
+) -> tuple[list[Tensor], SolveTrace]:
+    kernels = shared_kernels(block, state)
+
+    def velocity(at: Tensor) -> Tensor:
+        if grad_checkpointing:
+            slope = checkpoint(block, at.to(dtype), kernels, residual=False)
+        else:
+            slope = block(at.to(dtype), kernels, residual=False)
+        return slope.to(at.dtype)
+
+    parameters = None
+    if solver.adjoint and torch.is_grad_enabled():
+        # the kernels are functions of these three: passing both would count their gradient twice
+        behind_kernels = () if kernels is None else ("mixer.offset", "mixer.width", "mixer.amplitude")
+        weights = [p for name, p in block.named_parameters() if not name.endswith(behind_kernels)]
+        parameters = [p for p in (*weights, *(kernels or ())) if p.requires_grad]
+    if solver.is_fixed_step:
+        return solve_fixed_adjoint(velocity, state, times, solver, step_size=step_size, parameters=parameters or [])
+    if solver.per_sample:
+        # one call for all images pays on a GPU only, and costs the last bits of their independence
+        return solve_per_sample(velocity, state, times, solver, together=state.device.type != "cpu")
+    return solve_adaptive(velocity, state, times, solver, parameters=parameters)
+
+
+def require_terms(terms: Sequence[Tensor], solver: Solver, blocks: int) -> None:
+    """Raise if a solve had nothing to penalise."""
+    if not terms:
+        raise ValueError(
+            f"flow_penalty='error' needs two steps per block with solver={solver.solver!r}, which has one velocity per "
+            f"step, got solver_steps={solver.solver_steps} for {blocks} blocks: use flow_penalty='kinetic', "
+            f"solver='midpoint' or more steps."
+        )
+
+
+def tap_penalties(
+    blocks: Sequence[nn.Module],
+    states: Sequence[Tensor],
+    *,
+    grid: TimeGrid,
+    error: bool,
+    kinetic: bool,
+    dtype: torch.dtype,
+    grad_checkpointing: bool,
+) -> list[Tensor]:
+    """Flow penalties (batch,) of each feature interval, for solves that show no stages, from one velocity at its start.
+
+    Args:
+        blocks: The velocities.
+        states: At the start of each interval.
+        grid: Of the intervals.
+        error: Whether to penalise the error.
+        kinetic: Whether to penalise the speed.
+        dtype: What the velocities run in.
+        grad_checkpointing: As in `solve_blocks`.
+    """
+    penalties = []
+    for index, block in enumerate(blocks):
+        kernels = shared_kernels(block, states[0])
+        before: Tensor | None = None
+        for step, state in enumerate(states):
+            if grid.block_at(step) != index:
+                continue
+            if grad_checkpointing:
+                slope = checkpoint(block, state.to(dtype), kernels, residual=False)
+            else:
+                slope = block(state.to(dtype), kernels, residual=False)
+            wide = state if state.dtype == torch.float64 else state.float()
+            term = step_penalty(wide, [slope], [1.0], grid.step_size, before, error, kinetic)
+            before = slope
+            if term is not None:
+                penalties.append(term)
+    return penalties
