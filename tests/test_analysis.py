@@ -255,3 +255,20 @@ def test_report_wants_one_label_an_image(labels):
 def test_report_refuses_logits_that_are_not_finite():
     with pytest.raises(ValueError, match="NaN or infinite"):
         analysis.ode_report(build(), photos() * float("nan"), steps=(1,))
+
+
+def test_a_report_of_a_certified_model_shows_both_growths() -> None:
+    model = build(norm_layer="centrenorm", horizon=2.0)
+    report = analysis.ode_report(model, photos(2), steps=(2,), solvers=("euler",))
+    assert report.growth == pytest.approx(float(timm_ssog.local_growth(model, photos(2)).max()))
+    assert report.log10_certified_growth == timm_ssog.certify(model, 32).log10_growth
+    assert 0 < report.growth <= 10**report.log10_certified_growth
+    assert f"{report.growth:.3g} at these images, certified at most 10^{report.log10_certified_growth:.1f}" in str(
+        report
+    )
+    assert report.to_dict()["growth"] == report.growth
+    for other in (build(), build(norm_layer="centrenorm", mixer="attention")):
+        report = analysis.ode_report(other, photos(2), steps=(2,), solvers=("euler",))
+        assert report.growth is None
+        assert report.log10_certified_growth is None
+        assert "certified" not in str(report)

@@ -1,5 +1,6 @@
 """Certified bounds against what they bound: dense operators, Jacobians, real images and pairs of solutions."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -18,6 +19,7 @@ from timm_ssog.certificates import (
     GELU_SLOPE,
     certify,
     certify_block,
+    local_growth,
     local_lipschitz,
     operator_norm,
 )
@@ -297,6 +299,27 @@ def test_local_constants_at_real_images(norm_layer: type[nn.Module]) -> None:
         assert (measured[report.name] <= report.velocity_bound).all()
         if norm_layer is CentreNorm:  # a bound that no image comes near could be wrong unnoticed
             assert float(measured[report.name].max()) > report.velocity_bound / 20
+
+
+@pytest.mark.parametrize("depth", MODELS)
+@pytest.mark.parametrize("mixer", ["ssog", "attention"])
+def test_local_growth_is_the_norm_of_the_jacobian_of_the_depth(depth: str, mixer: str) -> None:
+    options = {"adjoint": True} if depth == "continuous" else {}
+    model = tiny(depth, weights=8.0, mixer=mixer, norm_layer=CentreNorm, **options)
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    measured = local_growth(model, images, iterations=200)
+    assert measured.dtype == torch.float64
+    assert next(model.parameters()).requires_grad, "the model is left as it was"
+    exact = copy.deepcopy(model).double()
+    if depth == "continuous":
+        exact.set_solver(adjoint=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        tokens = exact.embed(images.double())
+    for growth, token in zip(measured, tokens, strict=True):
+        expected = jacobian_norm(lambda state: exact.evolve(state, [], exact.num_steps)[0], token[None])
+        assert growth == pytest.approx(expected, rel=1e-6)
+    if mixer == "ssog":
+        assert (measured <= certify(model, 8).growth * (1.01 if depth == "continuous" else 1)).all()
 
 
 def test_local_constants_do_not_depend_on_batch_mates_or_on_chance() -> None:

@@ -4,7 +4,7 @@ from importlib import metadata as _metadata
 
 from timm_ssog import analysis
 from timm_ssog.analysis import trace_solve
-from timm_ssog.certificates import Certificate, certify, local_lipschitz
+from timm_ssog.certificates import Certificate, certify, local_growth, local_lipschitz
 from timm_ssog.conversion import WarmStartReport, warm_start
 from timm_ssog.errors import SolveError
 from timm_ssog.ode import SolveTrace
@@ -24,6 +24,7 @@ __all__ = [
     "analysis",
     "axis_kernels",
     "certify",
+    "local_growth",
     "local_lipschitz",
     "separable_mix",
     "trace_solve",

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from timm_ssog.certificates import certify, local_growth
 from timm_ssog.errors import require_choice
-from timm_ssog.layers import SeparableMixer, shared_kernels
+from timm_ssog.layers import CentreNorm, SeparableMixer, shared_kernels
 from timm_ssog.ode import PER_SAMPLE_SOLVERS, SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
 from timm_ssog.runge_kutta import TABLEAUS, advance
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 REFERENCE_STEPS = 96
 """Steps of rk4 that stand for the exact solution in `ode_report`."""
+
+GROWTH_IMAGES = 8
+"""Images that the growth over the depth is measured at in `ode_report`."""
 
 STEP_PARTS = 8
 """Steps of rk4 within one step of a model that stand for the exact flow over it."""
@@ -93,6 +97,8 @@ class OdeReport:
     converges: bool
     step_errors: tuple[float, ...]
     remedy: str
+    growth: float | None = None
+    log10_certified_growth: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -115,6 +121,11 @@ class OdeReport:
             )
         errors = ", ".join(f"{error:.2g}" for error in self.step_errors)
         lines.append(f"Error of {self.trained} in each step, over the size of the state: {errors}")
+        if self.growth is not None:
+            lines.append(
+                f"Growth of small differences over the depth: {self.growth:.3g} at these images, certified at most "
+                f"10^{self.log10_certified_growth:.1f}"
+            )
         return "\n".join([*lines, self.verdict])
 
     def to_dict(self) -> dict:
@@ -140,7 +151,8 @@ def ode_report(
     if the setting it stands in is within ``max_drift`` and ``max_flips`` of the exact flow (after "ResNet After All",
     arXiv 2007.15386). The *error per step* says where along the path the distance comes from: how far that setting is
     from the exact flow after one step (or the interval to the next feature time) from the state it has reached, as root
-    mean squares, over that state.
+    mean squares, over that state. For a model with ``norm_layer="centrenorm"``, whose certificate is of use, the report
+    also has the certified *growth* over the depth and the largest that is reached at the first `GROWTH_IMAGES` images.
 
     Args:
         model: The model, in the solver setting it was trained with.
@@ -187,7 +199,17 @@ def ode_report(
         step_errors = _step_errors(model, images)
     drift, flips = _distance(as_trained, exact)
     converges = drift <= max_drift and flips <= max_flips
-    return OdeReport(trained, tuple(rows), drift, flips, converges, step_errors, _remedy(model))
+    growth = _growths(model, images) if isinstance(model.blocks[0].norm1, CentreNorm) else (None, None)
+    return OdeReport(trained, tuple(rows), drift, flips, converges, step_errors, _remedy(model), *growth)
+
+
+def _growths(model: OdeVitSsog, images: Tensor) -> tuple[float, float] | tuple[None, None]:
+    """The largest growth at images, and the decimal logarithm of the certified one; None where there is none."""
+    certificate = certify(model, (images.shape[-2], images.shape[-1]))
+    if certificate.reason is not None:
+        return None, None
+    with _evaluating(model):
+        return float(local_growth(model, images[:GROWTH_IMAGES]).max()), certificate.log10_growth
 
 
 def _step_errors(model: OdeVitSsog, images: Tensor) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ The composition, with the mixer branch u = mixer(norm1) and the MLP branch w = m
     delta(x) = u(x) + w(x + u(x))        L_delta <= L_u + L_w (1 + L_u)        L_block <= 1 + L_delta
 """
 
+import copy
 import dataclasses
 import json
 import math
@@ -389,18 +390,51 @@ def local_lipschitz(model: nn.Module, images: Tensor, iterations: int = 20, seed
         TypeError: if the model is none of ours.
         ValueError: if the model is in training mode, the images do not fit it, or ``iterations`` is below one.
     """
-    vit = _require_ours(model, "local_lipschitz")
-    require_positive_int("iterations", iterations)
-    if vit.training:
-        raise ValueError(
-            "local_lipschitz needs a model in eval mode, as dropout is no fixed function: call model.eval()."
-        )
+    vit = _require_measurable(model, "local_lipschitz", iterations)
     generator = torch.Generator().manual_seed(seed)
     measured: dict[str, list[Tensor]] = {f"blocks.{index}": [] for index in range(len(vit.blocks))}
     for index, state, modulation in _visited_states(vit, images):
         norm = _jacobian_norm(vit.blocks[index], state, modulation, iterations, generator)
         measured[f"blocks.{index}"].append(norm)
     return {name: torch.stack(norms) for name, norms in measured.items()}
+
+
+def local_growth(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> Tensor:
+    """Measure the largest factor by which the whole depth stretches small differences of the embedded images.
+
+    It is the spectral norm of the Jacobian of the last state by the first one, approached from below by power iteration
+    in float64. For a continuous model ``certify`` bounds it, up to the error of the solver.
+
+    Args:
+        model: A `VitSsog`, `LoopedVitSsog` or `OdeVitSsog`, in eval mode, on a device that has float64.
+        images: (batch, in_chans, height, width).
+        iterations: Steps of the power iteration, at least one.
+        seed: Of the random directions that it starts from.
+
+    Returns:
+        (batch,), float64, on the model's device.
+
+    Raises:
+        TypeError: if the model is none of ours.
+        ValueError: if the model is in training mode, the images do not fit it, or ``iterations`` is below one.
+    """
+    vit = copy.deepcopy(_require_measurable(model, "local_growth", iterations)).double().requires_grad_(False)
+    vit.set_grad_checkpointing(False)
+    if isinstance(vit, OdeVitSsog):
+        vit.set_solver(adjoint=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        tokens = vit.embed(images.double()).detach().requires_grad_()
+        end, _ = vit.evolve(tokens, [], vit.num_steps)
+        return _largest_stretch(end, tokens, iterations, generator)
+
+
+def _require_measurable(model: nn.Module, name: str, iterations: int) -> Any:
+    vit = _require_ours(model, name)
+    require_positive_int("iterations", iterations)
+    if vit.training:
+        raise ValueError(f"{name} needs a model in eval mode, as dropout is no fixed function: call model.eval().")
+    return vit
 
 
 def _visited_states(model: VitSsog, images: Tensor) -> list[tuple[int, Tensor, Tensor | None]]:
@@ -440,21 +474,26 @@ def _jacobian_norm(
     kernels = None if kernels is None else tuple(kernel.detach().double() for kernel in kernels)
     modulation = None if modulation is None else modulation.detach().double()
     parameters = {name: tensor.detach().double() for name, tensor in block.named_parameters()}
-    direction = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state.device)
-    direction = direction / _norms(direction)
-    best = torch.zeros(state.shape[0], dtype=torch.float64, device=state.device)
     # the fused attention kernels can't be differentiated twice
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         state = state.detach().double().requires_grad_()
         delta = torch.func.functional_call(block, parameters, (state, kernels, modulation), {"residual": False})
-        # J^T probe is linear in the probe: differentiated by it once more, it gives J without a second forward pass
-        probe = torch.zeros_like(delta, requires_grad=True)
-        (pulled_back,) = torch.autograd.grad(delta, state, probe, create_graph=True)
-        for _ in range(iterations):
-            (stretched,) = torch.autograd.grad(pulled_back, probe, direction, retain_graph=True)
-            best = torch.maximum(best, _norms(stretched).flatten())
-            (direction,) = torch.autograd.grad(delta, state, stretched, retain_graph=True)
-            direction = direction / _norms(direction).clamp(min=torch.finfo(torch.float64).tiny)
+        return _largest_stretch(delta, state, iterations, generator)
+
+
+def _largest_stretch(outputs: Tensor, inputs: Tensor, iterations: int, generator: torch.Generator) -> Tensor:
+    """Lower bounds (batch,) of the norm of the Jacobian of outputs by inputs, of the same shape, for each sample."""
+    direction = torch.randn(inputs.shape, generator=generator, dtype=torch.float64).to(inputs.device)
+    direction = direction / _norms(direction)
+    best = torch.zeros(inputs.shape[0], dtype=torch.float64, device=inputs.device)
+    # J^T probe is linear in the probe: differentiated by it once more, it gives J without a second forward pass
+    probe = torch.zeros_like(outputs, requires_grad=True)
+    (pulled_back,) = torch.autograd.grad(outputs, inputs, probe, create_graph=True)
+    for _ in range(iterations):
+        (stretched,) = torch.autograd.grad(pulled_back, probe, direction, retain_graph=True)
+        best = torch.maximum(best, _norms(stretched).flatten())
+        (direction,) = torch.autograd.grad(outputs, inputs, stretched, retain_graph=True)
+        direction = direction / _norms(direction).clamp(min=torch.finfo(torch.float64).tiny)
     return best
 
 
