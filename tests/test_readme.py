@@ -1,4 +1,4 @@
-"""Every block of the README runs as it stands."""
+"""The code in the README runs as it stands, and the figures in its tables are those of the results."""
 
 import importlib
 import json
@@ -83,8 +83,9 @@ def runs(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
 
 
-def words(page: Path) -> str:
-    return " ".join(page.read_text().split())
+def figures() -> list[list[str]]:
+    """The rows of the README's tables, each without its first cell."""
+    return [[cell.strip() for cell in line.split("|")[2:-1]] for line in README.read_text().splitlines() if "|" in line]
 
 
 def mean(values: Iterable[float]) -> str:
@@ -106,18 +107,19 @@ def test_benchmark_report_is_that_of_the_results(example):
     assert (RESULTS / "benchmark.md").read_text() == report + "\n"
 
 
+def slower(*ratios: float) -> list[str]:
+    """A row that gives SSoG 1 and says how many times slower each other model is."""
+    return ["1", *(f"{ratio:.2f}x slower" for ratio in ratios)]
+
+
 def test_speed_in_the_table_was_measured(example):
+    report, exported = example("bench_report"), example("exported_speed")
     records = [run for run in runs("benchmark") if run.get("img_size") == 1024]
-    [cell] = example("bench_report").select(records, "inference", "small", "discrete")
-    speed_up = example("bench_report").speed_up
-    text = README.read_text()
-    slower = f"{speed_up(cell, 'twin'):.2f}x slower | {speed_up(cell, 'timm'):.2f}x slower |"
-    assert f"| throughput at 1024 px, PyTorch, one CPU thread | 1 | {slower}" in text
-    exported = example("exported_speed")
+    [cell] = report.select(records, "inference", "small", "discrete")
+    assert slower(*(report.speed_up(cell, other) for other in ("twin", "timm"))) in figures()
     [record] = [run for run in runs("exported_speed") if (run["size"], run["img_size"]) == ("small", 1024)]
     for runtime in ("ONNX Runtime", "OpenVINO"):
-        twin, vit = (exported.speed_up(record, runtime, other) for other in ("twin", "timm"))
-        assert f"exported to {runtime} | 1 | {twin:.2f}x slower | {vit:.2f}x slower |" in text
+        assert slower(*(exported.speed_up(record, runtime, other) for other in ("twin", "timm"))) in figures()
 
 
 def test_accuracy_in_the_table_was_measured():
@@ -126,72 +128,17 @@ def test_accuracy_in_the_table_was_measured():
         assert len(settings) == 9
         return mean(run["zero_shot"][coords][scale] for run in settings)
 
-    text = README.read_text()
     for scale in ("1", "2"):
-        assert f"| {discrete('SSoG', 'relative', scale)} | {discrete('attention', 'attention', scale)} | - |" in text
+        assert [discrete("SSoG", "relative", scale), discrete("attention", "attention", scale), "-"] in figures()
 
 
 def test_parameters_in_the_tables_were_counted():
     def millions(name: str, **options: Any) -> str:
         with torch.device("meta"):
-            return f"{sum(p.numel() for p in timm.create_model(name, **options).parameters()) / 1e6:.1f} M"
+            count = sum(p.numel() for p in timm.create_model(name, **options).parameters()) / 1e6
+        return f"{count:.1f} M" if count >= 1 else f"{count:.2f} M"
 
-    text = README.read_text()
-    counts = [millions("vit_ssog_small"), millions("vit_ssog_small", mixer="attention")]
-    assert f"| {' | '.join([*counts, millions('vit_small_patch16_224')])} |" in text
-    sizes = " | ".join(millions(f"vit_ssog_{size}") for size in ("tiny", "small", "base"))
-    assert f"| `vit_ssog_<size>`: 12 blocks | {sizes} |" in text
-
-
-def test_what_is_said_of_the_digits_checkpoint_was_measured():
-    rows = json.loads((ROOT / "hub_cards" / "vit_ssog_tiny.mnist5k" / "run" / "results.json").read_text())
-    top1 = {row["img_size"]: row["top1"] for row in rows}
-    said = f"{top1[32]} % of the 1,000 test images right at 32 px, and {top1[96]} % when they are enlarged to 96 px"
-    assert said in words(README)
-
-
-def test_what_is_said_of_the_matched_comparison_was_measured(example):
-    matched = example("matched")
-    gains = {
-        (depth, width): matched.paired(runs("matched"), depth, width)
-        for depth in matched.DEPTHS
-        for width in matched.WIDTHS
-    }
-    assert {len(differences) for differences in gains.values()} == {3}
-    unclear = {
-        cell
-        for cell, differences in gains.items()
-        if not 0 < matched.gain(differences)[1] < matched.gain(differences)[0]
-    }
-    text = words(PAGE)
-    assert "In the narrowest shared blocks one of the three seeds does not learn" in text
-    assert "in all other cells SSoG is ahead by more than two standard errors" in text
-    longer = json.loads((RESULTS / "matched-16-epochs.json").read_text())
-    ours, twin = (run["accuracy"] for run in longer["runs"])
-    assert longer["recipe"]["epochs"] == 16
-    assert f"the small discrete models come to {ours} and {twin} %" in text
-    assert f"the gap of the small models falls to {ours} against {twin} (one seed)" in words(README)
-    assert unclear == {("looped", "tiny"), ("continuous", "tiny")}
-    assert [sum(difference < 0 for difference in gains[cell]) for cell in unclear] == [1, 1]
-
-
-def test_what_is_said_of_the_bounds_was_counted():
-    cost = [run for run in runs("benchmark") if run["measure"] == "cost" and run["img_size"] == 1024]
-    counts = {run["size"]: run["counts"] for run in cost}
-    shares = [counts[size]["ceiling"]["flops"] / counts[size]["ssog"]["flops"] for size in ("tiny", "small", "base")]
-    tiny, small, base = (round(100 * share) for share in shares)
-    assert f"no more than {tiny}, {small} and {base} % of the ceiling can be kept" in words(PAGE)
-    tiny, small, base = (4 * (64 + 64) / width for width in (192, 384, 768))
-    assert f"{tiny:.1f} for tiny, {small:.1f} for small and {base:.1f} for base at 1024 px" in words(PAGE)
-
-
-def test_what_is_said_of_the_flow_was_measured():
-    before = [run for run in runs("solvers") if run["setting"] == "midpoint x 6"]
-    after = [run for run in runs("flow") if run["setting"] == "as registered"]
-    assert {run["seed"] for run in before} == {run["seed"] for run in after} == {0, 1, 2}
-    flips, accuracy = (mean(run[name] for run in before) for name in ("flips", "accuracy"))
-    assert f"solved exactly, {flips} % of its predictions on digits change" in words(README)
-    assert f"{flips} % of the predictions differed (`solvers.json`, same setting, top-1 {accuracy} ± " in words(PAGE)
-    cost = mean(run["accuracy"] - run["half"]["accuracy"] for run in after)
-    change = mean(run["flips"] for run in after)
-    assert f"{change} % change, and half the evaluations cost {cost} points" in words(README)
+    twin = millions("vit_ssog_small", mixer="attention")
+    assert [millions("vit_ssog_small"), twin, millions("vit_small_patch16_224")] in figures()
+    for depth in ("", "_looped", "_ode"):
+        assert [millions(f"vit_ssog_{size}{depth}") for size in ("tiny", "small", "base")] in figures()
