@@ -129,7 +129,7 @@ def test_without_weights_timm_says_so(name: str) -> None:
         (
             "vit_ssog_tiny_ode",
             {"solver": "bosh3", "horizon": 1.0, "per_sample": True},
-            "atol 0.001, each image by itself",
+            "atol 0.001, each image solved by itself",
         ),
         ("vit_ssog_tiny_looped", {"loops": 3}, "1 block, looped 3 times"),
         (
