@@ -183,7 +183,7 @@ def test_diverged_checkpoints_are_refused_whole(build: Build, tmp_path: Path, na
         tensor.mul_(2)
     diverged[name].view(-1)[-1] = value
     before = copy.deepcopy(model.state_dict())
-    message = rf"{name} of the checkpoint holds 1 values of {diverged[name].numel()} that are NaN or infinite"
+    message = rf"{name} of the checkpoint is NaN or infinite in 1 of {diverged[name].numel()} values"
     with pytest.raises(ValueError, match=message):
         model.load_state_dict(diverged)
     assert_same_state(model, before)
@@ -212,7 +212,7 @@ def test_diverged_checkpoint_of_a_wrapped_model_is_refused(build: Build) -> None
     wrapper = torch.nn.ModuleDict({"backbone": build(), "neck": torch.nn.Linear(2, 2)})
     state = copy.deepcopy(wrapper.state_dict())
     state["backbone.pos_embed"][0, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"backbone\.pos_embed of the checkpoint holds 1 values"):
+    with pytest.raises(ValueError, match=r"backbone\.pos_embed of the checkpoint is NaN or infinite in 1 of"):
         wrapper.load_state_dict(state)
     # what is not the model's own is not its business
     state = copy.deepcopy(wrapper.state_dict())
@@ -305,9 +305,9 @@ def test_kernels_without_their_grid_are_said_to_be(build: Build) -> None:
     model = build(pos_embed="none")
     parameters = dict(model.named_parameters())
     other = build(img_size=64, pos_embed="none")
-    with pytest.warns(UserWarning, match=r"not the grid .* \(blocks.0.mixer._extra_state\).* 8 x 8 tokens"):
+    with pytest.warns(UserWarning, match=r"not their reference grid \(blocks.0.mixer._extra_state\).* 8 x 8 tokens"):
         other.load_state_dict(parameters, strict=False)
-    with pytest.warns(match="not the grid"), pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
+    with pytest.warns(match="not their reference grid"), pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
         other.load_state_dict(parameters)
 
 

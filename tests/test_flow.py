@@ -328,9 +328,9 @@ def test_pre_norm_gives_the_state_a_unit_start(name: str) -> None:
 
 def test_a_checkpoint_of_the_other_pre_norm_says_what_to_do() -> None:
     with_norm, without = build(pre_norm=True), build(pre_norm=False)
-    with pytest.raises(RuntimeError, match=r"this has pre_norm=True: create it with pre_norm=False"):
+    with pytest.raises(RuntimeError, match=r"this model has pre_norm=True: create it with pre_norm=False"):
         with_norm.load_state_dict(without.state_dict())
-    with pytest.raises(RuntimeError, match=r"this has pre_norm=False: create it with pre_norm=True"):
+    with pytest.raises(RuntimeError, match=r"this model has pre_norm=False: create it with pre_norm=True"):
         without.load_state_dict(with_norm.state_dict())
     with_norm.load_state_dict(without.state_dict(), strict=False)
     without.load_state_dict(without.state_dict())

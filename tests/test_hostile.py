@@ -208,7 +208,7 @@ def test_dtypes_of_images(name: str, mixer: str, dtype: torch.dtype, image_dtype
         with pytest.raises(RuntimeError, match=r"(?i)input type .* bias type .* should be the same"):
             model(image)
         return
-    with clear_errors("floating point") as raised:
+    with clear_errors("floating-point") as raised:
         outputs = model(image)
     assert bool(raised) == (image_dtype in NO_IMAGES)
     if not raised:
@@ -418,7 +418,7 @@ def test_checkpoints_through_timm(case: tuple[str, str, str], wrap: str, options
 @pytest.mark.parametrize("content", [[], 3, "text", None, {"model": 3}, {"state_dict": [1]}, {"a": {"b": 1}}])
 def test_what_is_no_checkpoint(content: Any) -> None:
     model = build()
-    with pytest.raises(ValueError, match="Expected a checkpoint of tensors by name"):
+    with pytest.raises(ValueError, match="Expected a checkpoint of named tensors"):
         timm_ssog.vit_ssog.checkpoint_filter_fn(content, model)
 
 

@@ -308,7 +308,7 @@ def test_corrupted_and_truncated_weights_from_the_hub(server: Hub, out: Path, tm
     server.corrupted[REPO, "model.safetensors"] = bytes(wrong)
     with pytest.raises(ValueError, match=f"The weights of {REPO} are not those that were published"):
         pull(REPO, tmp_path / "a")
-    with pytest.raises(ValueError, match="get it again"):  # and from the cache
+    with pytest.raises(ValueError, match="download it again"):  # and from the cache
         pull(REPO, tmp_path / "a", num_classes=2)
     server.corrupted[REPO, "model.safetensors"] = whole[:-100]
     with pytest.raises((SafetensorError, OSError)):

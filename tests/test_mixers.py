@@ -169,7 +169,7 @@ def test_block_is_two_residual_branches() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 10, "num_heads": 3}, r"embed_dim must be divisible by num_heads.*embed_dim=9 or 12 would do"),
+        ({"dim": 10, "num_heads": 3}, r"embed_dim must be divisible by num_heads.*embed_dim=9 or 12 works"),
         ({"dim": 0}, r"embed_dim must be an integer of at least 1, got 0"),
         ({"num_heads": 0}, r"num_heads must be an integer of at least 1, got 0"),
         (

@@ -498,9 +498,9 @@ def test_strict_size_where_dynamic_size_is_off(build: Build) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"class_token": True}, r"no place for prefix tokens, got class_token=True and reg_tokens=0\..*Leave them out"),
-        ({"reg_tokens": 4}, r"no place for prefix tokens, got class_token=False and reg_tokens=4"),
-        ({"global_pool": "token"}, r"global_pool='token' is not available: vit_ssog has no class token"),
+        ({"class_token": True}, r"prefix tokens have no place, got class_token=True and reg_tokens=0\..*Omit them"),
+        ({"reg_tokens": 4}, r"prefix tokens have no place, got class_token=False and reg_tokens=4"),
+        ({"global_pool": "token"}, r"global_pool='token' is not available: vit_ssog has neither a class token"),
         ({"global_pool": "map"}, r"global_pool='map' is not available: .*Use one of '', 'avg', 'avgmax', 'max'"),
         ({"global_pool": "averge"}, r"global_pool must be one of .*got 'averge'\. Did you mean 'avg"),
         ({"img_size": 7}, r"img_size must be at least one patch of 8 x 8, got 7 x 7"),

@@ -441,7 +441,7 @@ def test_an_adjoint_solve_wants_every_tensor_once() -> None:
     settings = ([0, 1], Solver("dopri5", rtol=1e-3, atol=1e-3, max_evaluations=1000))
     wrong: list[tuple[list[Any], str]] = [
         ([*block.parameters(), *kernels], "count twice"),
-        ([*weights, *kernels, kernels[0]], "every tensor once"),
+        ([*weights, *kernels, kernels[0]], "every tensor only once"),
         ([*weights], "gets no gradient"),
         ([*weights[1:], *kernels], "gets no gradient"),
     ]

@@ -1,4 +1,4 @@
-"""Checks of what a model is built with and what it is given."""
+"""Checks of a model's arguments and of its input."""
 
 import math
 import numbers
@@ -16,12 +16,12 @@ GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 
 @register_notrace_function
 def check_image(x: Tensor, in_chans: int, patch_height: int, patch_width: int, pad: bool) -> Tensor:
-    """Return a batch of images unchanged, or raise a ValueError that says what the model takes and what came."""
+    """Return a batch of images unchanged, or raise a ValueError that says what the model expects and what came."""
     if x.dim() != 4 or x.shape[1] != in_chans:
         raise ValueError(f"Expected images (batch, {in_chans}, height, width), got shape {list(x.shape)}.")
     if not x.is_floating_point():
         raise ValueError(
-            f"Expected images of floating point, normalised as the model's configuration says, got {x.dtype}."
+            f"Expected floating-point images, normalised as the model's configuration says, got {x.dtype}."
         )
     height, width = x.shape[2], x.shape[3]
     if not pad and (height < patch_height or width < patch_width):
@@ -48,7 +48,7 @@ def pair(name: str, size: Any) -> tuple[int, int]:
 
 
 def require_patches(img_size: Any, patch_size: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Image and patch size as pairs (height, width), or raise if they are none or the image has no whole patch."""
+    """Image and patch size as pairs (height, width); raise if they are not, or if the image has no whole patch."""
     image, patch = pair("img_size", img_size), pair("patch_size", patch_size)
     if image[0] < patch[0] or image[1] < patch[1]:
         raise ValueError(
@@ -70,27 +70,27 @@ def require_rates(**rates: Any) -> None:
 
 
 def require_hidden(mlp_ratio: Any, embed_dim: int) -> None:
-    """Raise unless the MLP gets a hidden channel."""
+    """Raise unless the MLP gets at least one hidden channel."""
     hidden = float(mlp_ratio) * embed_dim if isinstance(mlp_ratio, numbers.Real) else 0.0
     if not 1 <= hidden < math.inf:
         raise ValueError(
-            f"mlp_ratio must be a finite number that gives the MLP a hidden channel at least, got {mlp_ratio!r} with "
+            f"mlp_ratio must be a finite number that gives the MLP at least one hidden channel, got {mlp_ratio!r} with "
             f"embed_dim={embed_dim}."
         )
 
 
 def require_dtype(dtype: Any) -> None:
-    """Raise unless a dtype is one that models are built in."""
+    """Raise unless models support the dtype."""
     if dtype not in (None, torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be torch.float32, float64, bfloat16 or float16, got {dtype!r}.")
 
 
 def require_pool(global_pool: str) -> None:
-    """Raise unless a pooling is one that the models have."""
+    """Raise unless the models support the pooling."""
     if global_pool in ("token", "map"):
         raise ValueError(
-            f"global_pool={global_pool!r} is not available: vit_ssog has no class token and no attention pooling, it "
-            f"mixes over the token grid. Use one of {', '.join(map(repr, GLOBAL_POOLS))}."
+            f"global_pool={global_pool!r} is not available: vit_ssog has neither a class token nor attention pooling. "
+            f"It mixes over the token grid. Use one of {', '.join(map(repr, GLOBAL_POOLS))}."
         )
     require_choice("global_pool", global_pool, GLOBAL_POOLS)
 
@@ -99,18 +99,18 @@ def require_no_prefix(class_token: bool, reg_tokens: int) -> None:
     """Raise if prefix tokens are asked for."""
     if class_token or reg_tokens:
         raise ValueError(
-            f"vit_ssog mixes over the token grid and has no place for prefix tokens, got class_token={class_token} and "
-            f"reg_tokens={reg_tokens}. Leave them out; global_pool='avg' pools over the grid."
+            f"vit_ssog mixes over the token grid, where prefix tokens have no place, got class_token={class_token} and "
+            f"reg_tokens={reg_tokens}. Omit them; global_pool='avg' pools over the grid."
         )
 
 
 def require_no_dropout(proj_drop_rate: float) -> None:
-    """Raise if a velocity is to have dropout in it."""
+    """Raise if a velocity would contain dropout."""
     if proj_drop_rate:
         raise ValueError(
             f"A continuous model has no dropout in its velocity, got proj_drop_rate={proj_drop_rate}: every solver "
-            f"stage would see another velocity and no solver could converge. Use drop_path_rate, whose mask is shared "
-            f"by the stages of a step."
+            f"stage would see another velocity and no solver could converge. Use drop_path_rate, whose mask all stages "
+            f"of a step share."
         )
 
 

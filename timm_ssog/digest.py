@@ -1,8 +1,8 @@
-"""Digests of published weights: what makes a damaged or exchanged file an error instead of a wrong model.
+"""Digests of published weights: they turn a damaged or replaced file into an error instead of a wrong model.
 
-A checkpoint's config.json holds them among the ``notes`` of its ``pretrained_cfg``, the one field that timm hands on to
-the model unread. They are checked where timm lets a model look at a checkpoint before loading it, and taken off the
-model then: they speak of the published weights, not of those it will be trained or saved with.
+A checkpoint's config.json holds them among the ``notes`` of its ``pretrained_cfg``, the only field that timm passes on
+to the model unread. They are checked where timm lets a model look at a checkpoint before loading it, and then removed
+from the model: they describe the published weights, not those it will be trained or saved with.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 WEIGHTS = "weights sha256 "
-"""What a note with the digest of all tensors begins with."""
+"""Prefix of the note with the digest of all tensors."""
 
 ARGUMENTS = "model_args sha256 "
-"""What a note with the digest of the model's architecture and arguments begins with."""
+"""Prefix of the note with the digest of the model's architecture and arguments."""
 
 
 def weights_digest(state_dict: Mapping[str, Tensor]) -> str:
@@ -30,7 +30,7 @@ def weights_digest(state_dict: Mapping[str, Tensor]) -> str:
 
 
 def arguments_digest(architecture: str, model_args: Mapping[str, Any]) -> str:
-    """SHA-256 over what decides the function that the weights stand for; tuples count as lists, as in JSON."""
+    """SHA-256 over everything that decides what the weights compute; tuples count as lists, as in JSON."""
     return hashlib.sha256(json.dumps([architecture, model_args], sort_keys=True).encode()).hexdigest()
 
 
@@ -46,11 +46,11 @@ def check_digests(
 
     Args:
         state_dict: As read from the file.
-        pretrained_cfg: Of the model, with its notes. Weights that its user takes from elsewhere are not checked.
-        model_args: As config.json has them; empty where timm does not hand them on.
+        pretrained_cfg: Configuration of the model, with its notes. Weights from elsewhere are not checked.
+        model_args: As in config.json; empty where timm does not pass them on.
 
     Raises:
-        ValueError: if a digest is another than the published one.
+        ValueError: if a digest is not the published one.
     """
     is_published = pretrained_cfg.get("source") in ("hf-hub", "local-dir") or (
         pretrained_cfg.get("hf_hub_id") and not pretrained_cfg.get("file") and not pretrained_cfg.get("state_dict")
@@ -63,13 +63,15 @@ def check_digests(
         if note.startswith(WEIGHTS):
             what, expected, got = "weights", note.removeprefix(WEIGHTS), weights_digest(state_dict)
             remedy = (
-                "The file was damaged or exchanged: remove it (for the Hub, the repository's folder in its cache) and "
-                "get it again."
+                "The file was damaged or replaced: remove it (for the Hub, the repository's folder in its cache) and "
+                "download it again."
             )
         elif note.startswith(ARGUMENTS) and model_args:
             what, expected = "architecture and model_args in config.json", note.removeprefix(ARGUMENTS)
             got = arguments_digest(architecture, model_args)
-            remedy = "config.json was edited or damaged: get it again; to load with other options, pass them instead."
+            remedy = (
+                "config.json was edited or damaged: download it again; to load with other options, pass them instead."
+            )
         else:
             continue
         if got != expected:
@@ -80,7 +82,7 @@ def check_digests(
 
 
 def without_digests(pretrained_cfg: dict[str, Any]) -> None:
-    """Take the digests out of a model's configuration, in place, and leave its other notes."""
+    """Remove the digests from a model's configuration, in place, and leave its other notes."""
     if pretrained_cfg.get("notes"):
         kept = [note for note in pretrained_cfg["notes"] if not note.startswith((WEIGHTS, ARGUMENTS))]
         pretrained_cfg["notes"] = kept

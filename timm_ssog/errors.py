@@ -1,4 +1,4 @@
-"""How this package says that an input is wrong: what was expected, what came, what to do."""
+"""How this package reports a wrong input: what was expected, what came, what to do."""
 
 import difflib
 import math
@@ -25,7 +25,7 @@ def require_positive_int(name: str, value: object, hint: str = "") -> None:
     """Raise unless an option is an integer of at least one.
 
     Raises:
-        ValueError: names the option, what came and, where given, what to do.
+        ValueError: names the option, what came and, if given, what to do.
     """
     try:
         count = operator.index(value)  # type: ignore[arg-type]  (numpy's integers are integers too)
@@ -53,7 +53,7 @@ def require_number(name: str, value: object, expected: str, least: float, most: 
     """Raise unless an option is a number from ``least`` to ``most``.
 
     Raises:
-        ValueError: names the option, what was expected, in the words given, and what came.
+        ValueError: names the option, what was expected, in the given words, and what came.
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= float(value) <= most:
         raise ValueError(f"{name} must be {expected}, got {value!r}.")
@@ -70,7 +70,7 @@ def require_positive(name: str, value: object) -> None:
 
 
 def require_rate(name: str, value: object) -> None:
-    """Raise unless an option is a rate that leaves something: at least 0 and below 1.
+    """Raise unless an option is a rate of at least 0 and below 1, which leaves something.
 
     Raises:
         ValueError: names the option and what came.
@@ -90,11 +90,11 @@ def require_bool(name: str, value: object) -> None:
 
 
 class SolveError(RuntimeError):
-    """A solve of the ODE that could not go on; says how far it came and what to change.
+    """A solve of the ODE that could not go on; says how far it got and what to change.
 
     Attributes:
         time: Time reached, in units of depth.
-        evaluations: Evaluations of the velocity until then.
+        evaluations: Evaluations of the velocity up to that time.
     """
 
     def __init__(self, problem: str, time: float, evaluations: int, remedy: str) -> None:

@@ -1,10 +1,10 @@
-"""The flow penalty: what training adds so that a continuous model becomes the flow of its equation, not a set of steps.
+"""The flow penalty: training adds it so that a continuous model becomes the flow of its equation, not a set of steps.
 
 Per step of size h from a state x, with the velocity k at its stages,
 
-- *error*: Euler's error in the step, ``e = h (sum of b k - k_1)``, which every method of order two and more has at
-  hand. Where there is one velocity per step (Euler itself, adaptive solvers, the adjoint) it is ``h / 2`` times the
-  change of that velocity from one step to the next, the same to leading order;
+- *error*: Euler's error in the step, ``e = h (sum of b k - k_1)``, which every method of order two or higher provides.
+  With one velocity per step (Euler itself, adaptive solvers, the adjoint) it is ``h / 2`` times the change of that
+  velocity from one step to the next, the same to leading order;
 - *kinetic*: ``e = h k`` with the step's last velocity (Finlay et al., How to train your neural ODE, 2020).
 
 The penalty is the sum over steps, and the mean over samples, of ``mean(e^2) / mean(x^2)``, both means over tokens and
@@ -20,7 +20,7 @@ from torch import Tensor
 FLOW_PENALTIES = ("none", "error", "kinetic", "both")
 
 SMALLEST_SQUARE = 1e-12
-"""Mean square below which a state counts as this large: a penalty relative to nothing would be NaN."""
+"""Smallest mean square that a state counts with: a penalty relative to zero would be NaN."""
 
 
 def step_penalty(
@@ -35,11 +35,11 @@ def step_penalty(
     """The penalty of one step for each sample, (batch,), or None where there is nothing to measure yet.
 
     Args:
-        state: Where the step starts, (batch, ...).
+        state: State at the start of the step, (batch, ...).
         slopes: Velocities at its stages.
-        weights: Of the slopes in the step.
+        weights: Weights of the slopes in the step.
         step: Its size.
-        slope_before: With a single stage, the velocity of the step before; None if this is the first one.
+        slope_before: With a single stage, the velocity of the previous step; None in the first step.
         error: Whether to penalise the error.
         kinetic: Whether to penalise the speed.
     """
@@ -82,16 +82,16 @@ class _Pull(torch.autograd.Function):
 
 @register_notrace_function
 def pull_on_backward(output: Tensor, penalty: Tensor, weight: float) -> Tensor:
-    """Return the output unchanged; in backward, the penalty is minimised beside whatever loss was made of the output.
+    """Return the output unchanged; in backward, also minimise the penalty, along with any loss of the output.
 
-    The gradient of a sample's penalty is multiplied by ``weight`` and by the length of the loss's gradient by that
-    sample's output. Whatever multiplies the loss multiplies the penalty too, so that the balance of the two stays: the
-    scale of a GradScaler, the share of a batch in accumulated gradients, the number of processes. No sample depends on
+    The gradient of a sample's penalty is multiplied by ``weight`` and by the length of the loss's gradient with respect
+    to that sample's output. Any factor of the loss also multiplies the penalty, so that their balance stays: the scale
+    of a GradScaler, the share of a batch in accumulated gradients, the number of processes. No sample depends on
     another. The pull fades as the loss is minimised.
 
     Args:
         output: (batch, ...).
         penalty: (batch,).
-        weight: How strongly to minimise it.
+        weight: Strength of the penalty.
     """
     return _Pull.apply(output, penalty, weight)  # type: ignore[return-value]

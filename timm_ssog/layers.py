@@ -55,9 +55,9 @@ def mixing_kernels(
         offset: (..., heads, components, 2), displacement (y, x) in cells of the reference grid.
         width: (..., heads, components, 2), unconstrained; the standard deviation is ``softplus(width) + width_min``.
         amplitude: (..., heads, components), weights, or their logits where ``convex``.
-        reference_grid: The grid (height, width) that offset and width are measured on.
-        grid_height: Cells of the grid at hand.
-        grid_width: Likewise.
+        reference_grid: The grid (height, width) in whose cells offset and width are measured.
+        grid_height: Height of the current grid, in cells.
+        grid_width: Its width.
         width_min: Narrowest standard deviation, in cells of the reference grid.
         convex: Whether the amplitudes are the softmax of logits.
         relative: Whether kernels stretch with the grid; otherwise their reach stays fixed in cells.
@@ -69,7 +69,7 @@ def mixing_kernels(
         offset, width, amplitude = offset.float(), width.float(), amplitude.float()
     sigma = F.softplus(width) + width_min
     if relative:
-        # divided on the device: no size of a graph for any size passes through a float in Python
+        # divided on the device: in a graph for any size, no size passes through a Python float
         stretch_height = grid_height / torch.full_like(offset[..., :1, 0, 0], float(reference_grid[0]))
         stretch_width = grid_width / torch.full_like(offset[..., :1, 0, 0], float(reference_grid[1]))
     else:
@@ -81,14 +81,14 @@ def mixing_kernels(
 
 
 register_notrace_function(separable_mix)
-torch.fx.wrap("separable_mix")  # for a plain torch.fx tracer, such as torchvision's
+torch.fx.wrap("separable_mix")  # for plain torch.fx tracers, such as torchvision's
 
 
 def grid_digits(grid: Sequence[float]) -> Tensor:
     """A grid (height, width) as checkpoints keep it: (2, 3), the hexadecimal digits of its sides, in floats.
 
-    Whatever averages, casts or interpolates checkpoints takes all tensors for weights. Digits are small whole numbers:
-    every dtype holds them exactly, and an average a little off still rounds to them.
+    Code that averages, casts or interpolates checkpoints treats all tensors as weights. Digits are small whole numbers:
+    every dtype holds them exactly, and an average that is slightly off still rounds to them.
     """
     digits = [[round(side) // 256, round(side) // 16 % 16, round(side) % 16] for side in grid]
     return torch.tensor(digits, dtype=torch.float32, device="cpu")
@@ -101,7 +101,7 @@ def grid_of_digits(digits: Tensor) -> tuple[int, int]:
 
 
 def _read_reference_grid(mixer: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Accept the two integers of older checkpoints; warn of kernels that come without the grid they are measured on."""
+    """Accept the two integers of older checkpoints; warn of kernels that come without their reference grid."""
     old, new = prefix + "reference_grid", prefix + "_extra_state"
     if old in state_dict:
         grid = state_dict.pop(old)
@@ -109,9 +109,9 @@ def _read_reference_grid(mixer: nn.Module, state_dict: dict[str, Tensor], prefix
     elif new not in state_dict and prefix + "offset" in state_dict:
         grid: Any = mixer.reference_grid
         warnings.warn(
-            f"The checkpoint has kernels ({prefix}offset) but not the grid that they are measured on ({new}): this "
-            f"model's own, {grid[0]} x {grid[1]} tokens, is taken for it. If the checkpoint was trained at another "
-            f"image size, create the model with that img_size, load, and call set_input_size afterwards.",
+            f"The checkpoint has kernels ({prefix}offset) but not their reference grid ({new}), so this model's own is "
+            f"used: {grid[0]} x {grid[1]} tokens. If the checkpoint was trained at another image size, create the "
+            f"model with that img_size, load, and call set_input_size afterwards.",
             stacklevel=2,
         )
 
@@ -119,10 +119,10 @@ def _read_reference_grid(mixer: nn.Module, state_dict: dict[str, Tensor], prefix
 class SeparableMixer(nn.Module):
     """SSoG token mixing: every head sums ``num_components`` separable Gaussians over the grid.
 
-    The kernels do not depend on the input: pass those of `kernels` to share them between calls, or leave them out to
-    have them built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`;
+    The kernels do not depend on the input: pass those of `kernels` to share them between calls; if omitted, they are
+    built. Parameters ``offset``, ``width`` and ``amplitude`` are those of `mixing_kernels`;
     ``reference_grid`` is saved with them as the module's extra state, so that a checkpoint keeps its scale at any
-    resolution. It is no buffer: nothing averages, casts, shards or offloads it.
+    resolution. It is not a buffer: nothing averages, casts, shards or offloads it.
 
     Raises:
         ValueError: if an option is unknown, ``dim`` is not divisible by ``num_heads``, or a count is below one.
@@ -152,17 +152,17 @@ class SeparableMixer(nn.Module):
             dim: Channels.
             num_heads: Heads, each with its own kernels.
             grid_size: Reference grid (height, width), in cells.
-            num_components: Gaussians a head.
+            num_components: Gaussians per head.
             amplitude: ``"signed"`` (free weights) or ``"convex"`` (softmax of logits).
             kernel_coords: ``"relative"`` (kernels stretch with the grid) or ``"cells"`` (their reach stays in cells).
             init_width: Initial standard deviation, in cells, above `WIDTH_MIN`.
-            init_offset: Standard deviation of the initial offsets, in cells; cut off at half the grid.
+            init_offset: Standard deviation of the initial offsets, in cells; truncated at half the grid.
             proj_drop: Dropout rate after the output projection.
         """
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         head_dim = _head_dim(dim, num_heads)
-        require_positive_int("num_components", num_components, "Every head needs a Gaussian to look through.")
+        require_positive_int("num_components", num_components, "Every head needs at least one Gaussian.")
         require_choice("amplitude", amplitude, AMPLITUDES)
         require_choice("kernel_coords", kernel_coords, KERNEL_COORDS)
         for name, length, expected, least in (
@@ -271,7 +271,7 @@ class AttentionMixer(nn.Module):
 
 
 class IdentityMixer(nn.Module):
-    """Value and output projection with nothing mixed between them: the speed ceiling of any mixer in benchmarks."""
+    """Value and output projection with nothing mixed in between: the speed ceiling of any mixer in benchmarks."""
 
     def __init__(self, dim: int, proj_drop: float = 0.0, device=None, dtype=None) -> None:
         super().__init__()
@@ -284,16 +284,16 @@ class IdentityMixer(nn.Module):
         return None
 
     def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Project tokens (batch, height, width, dim), each on its own."""
+        """Project each token of (batch, height, width, dim) by itself."""
         return self.proj_drop(self.proj(self.value(x)))
 
 
 def mixer_class(mixer: str, num_heads: int, grid_size: tuple[int, int], **kernels: Any) -> Callable[..., nn.Module]:
-    """What builds the mixers of a model, given ``dim`` and the rest of their options.
+    """A function that builds the mixers of a model, given ``dim`` and their other options.
 
     Args:
         mixer: One of `MIXERS`.
-        num_heads: Heads of a mixer that has some.
+        num_heads: Heads of a mixer that has heads.
         grid_size: Reference grid of a `SeparableMixer`.
         **kernels: Its other options.
 
@@ -310,7 +310,7 @@ class CentreNorm(nn.Module):
     """Centring norm ``d / (d - 1) * (x - mean) * weight + bias`` over the last of the dimensions, of d channels.
 
     The norm of LipsFormer (CenterNorm; Qi et al., ICLR 2023): an affine map, so unlike LayerNorm it has a global
-    Lipschitz constant of the order of one. Centring is an orthogonal projection P, and the constant is the spectral
+    Lipschitz constant of order one. Centring is an orthogonal projection P, and the constant is the spectral
     norm of ``d / (d - 1) * diag(weight) * P``: at most ``d / (d - 1) * max|weight|``, and exactly that wherever two
     channels share the largest ``|weight|``, as they do at initialisation.
 
@@ -323,7 +323,7 @@ class CentreNorm(nn.Module):
     def __init__(self, dim: int, device=None, dtype=None) -> None:
         super().__init__()
         if dim < 2:
-            raise ValueError(f"CentreNorm needs at least 2 channels, of which one is centred away, got dim={dim}.")
+            raise ValueError(f"CentreNorm needs at least 2 channels, because centring removes one, got dim={dim}.")
         self.scale = dim / (dim - 1)
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
@@ -386,7 +386,7 @@ class Block(nn.Module):
             x: Tokens (batch, height, width, dim).
             kernels: Kernels of the mixer on this grid, to share them between calls; built if omitted.
             modulation: (4, dim), scale and shift of the first norm's output, then of the second's; a scale of 0 and a
-                shift of 0 change nothing. It gives a shared block norms of its own in every loop.
+                shift of 0 change nothing. It gives a shared block its own norms in every loop.
         """
         normed = self.norm1(x)
         if modulation is not None:
@@ -410,7 +410,7 @@ class Block(nn.Module):
 
 
 def shared_kernels(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Kernels of a block for all of its calls on tokens (batch, height, width, dim), such as loops or solver stages.
+    """Kernels of a block for all its calls on tokens (batch, height, width, dim), such as loops or solver stages.
 
     Returns:
         The kernels; None where the block has none, or must build them within its own forward each time.
@@ -422,13 +422,13 @@ def shared_kernels(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-    """Kernels of consecutive blocks for tokens (batch, height, width, dim), built in one go where that is faster.
+    """Kernels of consecutive blocks for tokens (batch, height, width, dim), built together where that is faster.
 
-    On a small grid it is not the arithmetic of the kernels that takes the time, but the start of each small operation.
+    On a small grid, it is not the arithmetic of the kernels that takes time, but launching each small operation.
     Without gradients, the first blocks whose kernels fit `AHEAD_BYTES` together therefore share every operation.
 
     Returns:
-        A list for the first of the blocks, at least one. None in place of kernels that the block builds by itself: in
+        A list for the first of the blocks, at least one. It has None where the block builds its kernels itself: in
         training, in a graph, on a large grid, or when it has been replaced, wrapped or moved.
     """
     alone: list[tuple[Tensor, Tensor] | None] = [None]
@@ -462,15 +462,15 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
 
 def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
     """Whether a block's kernels can be built outside its forward: nothing wraps it, and its parameters are here."""
-    # not isinstance: what wraps or shards a block derives from its class, and lends its parameters to its forward alone
+    # not isinstance: a wrapped or sharded block derives from this class, and has its parameters only in its forward
     if type(block) is not Block or type(block.mixer) is not SeparableMixer:
         return False
     if not all(name in block.mixer._parameters for name in ("offset", "width", "amplitude")):
-        return False  # computed from others when the mixer is called, as torch.nn.utils.prune does
+        return False  # computed from others when the mixer is called, as by torch.nn.utils.prune
     offset = block.mixer.offset
-    if not isinstance(x, Tensor):  # symbolic tracing, of a module that torch.fx takes as it is
+    if not isinstance(x, Tensor):  # symbolic tracing: torch.fx takes the module as it is
         return True
-    return offset.device == x.device and offset.dim() == 3  # elsewhere, or emptied, until its forward runs
+    return offset.device == x.device and offset.dim() == 3  # else on another device, or empty until its forward runs
 
 
 def _traits(mixer: SeparableMixer) -> tuple[Any, ...]:
@@ -484,6 +484,6 @@ def _head_dim(dim: int, num_heads: int) -> int:
     if dim % num_heads:
         raise ValueError(
             f"embed_dim must be divisible by num_heads, got embed_dim={dim} and num_heads={num_heads}; "
-            f"embed_dim={dim // num_heads * num_heads or num_heads} or {(dim // num_heads + 1) * num_heads} would do."
+            f"embed_dim={dim // num_heads * num_heads or num_heads} or {(dim // num_heads + 1) * num_heads} works."
         )
     return dim // num_heads

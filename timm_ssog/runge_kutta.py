@@ -1,7 +1,7 @@
-"""Explicit Runge-Kutta methods as Butcher tableaus, and the one sum that all of their stages are made of.
+"""Explicit Runge-Kutta methods as Butcher tableaus, and the sum that all their stages are made of.
 
-Plain PyTorch: what is built from these compiles with fullgraph, exports and scripts, which torchdiffeq's own fixed-step
-loop does not.
+Plain PyTorch: a solver built from these compiles with fullgraph, exports and scripts, unlike torchdiffeq's own
+fixed-step loop.
 """
 
 from typing import NamedTuple
@@ -60,24 +60,24 @@ PAIRS = {
         [-5 / 72, 1 / 12, 1 / 9, -1 / 8],
         3,
     ),
-    # Heun's method with Euler's inside; the third stage only hands the velocity on
+    # Heun's method with Euler's inside; the third stage only passes the velocity on
     "adaptive_heun": EmbeddedPair([[], [1.0], [1 / 2, 1 / 2]], [-1 / 2, 1 / 2, 0.0], 2),
 }
 
 
 def advance(state: Tensor, slopes: list[Tensor], weights: list[float], step: float) -> Tensor:
-    """The state moved along a weighted sum of slopes, ``state + step * sum(w * slope)``.
+    """Move the state along a weighted sum of slopes, ``state + step * sum(w * slope)``.
 
-    Added term by term, so that one slope of weight one and step one gives exactly ``state + slope``: the looped model
-    and Euler's method agree bit for bit.
+    The sum is added term by term, so that one slope with weight one and step one gives exactly ``state + slope``: the
+    looped model and Euler's method agree bit for bit.
 
     Args:
         state: State, float32 or wider.
-        slopes: As many as there are weights, of the state's shape.
+        slopes: One per weight, of the state's shape.
         weights: One per slope.
         step: Step size, in units of depth.
     """
-    for slope, weight in zip(slopes, weights):  # noqa: B905  (TorchScript knows no strict)
+    for slope, weight in zip(slopes, weights):  # noqa: B905  (TorchScript has no strict)
         if weight != 0.0:
             state = torch.add(state, slope, alpha=step * weight)
     return state

@@ -15,7 +15,7 @@ from timm_ssog.ode import Solver, SolveTrace, TimeGrid, solve_adaptive, solve_fi
 def random_speed(
     state: Tensor, drop_path_rate: float, phase: Tensor | None, *, is_first: bool, is_last: bool
 ) -> Tensor | None:
-    """What training multiplies all slopes of a step by: its share of a jittered grid and its stochastic depth."""
+    """The factor of all slopes of a training step: its share of a jittered grid and its stochastic depth."""
     speed: Tensor | None = None
     if phase is not None:
         if is_first:
@@ -42,12 +42,12 @@ def solve_blocks(
 
     Args:
         blocks: The velocities.
-        state: At time 0, (batch, height, width, channels).
-        taps: Steps of the grid whose ends are wanted.
+        state: State at time 0, (batch, height, width, channels).
+        taps: Steps of the grid at whose ends the states are wanted.
         grid: Feature times, and when each block is in force.
-        solver: How to solve; a fixed-step one is solved by the adjoint equation.
-        dtype: What the velocities run in.
-        grad_checkpointing: Whether to keep only the states that velocities are taken at, and compute the rest again.
+        solver: How to solve; with fixed steps, the gradient is that of the adjoint equation.
+        dtype: Dtype that the velocities run in.
+        grad_checkpointing: Whether to keep only the states where velocities are taken, and compute the rest again.
 
     Returns:
         The last state, those at the taps, and the trace of each block in force.
@@ -96,7 +96,7 @@ def _solve_block(
     if solver.is_fixed_step:
         return solve_fixed_adjoint(velocity, state, times, solver, step_size=step_size, parameters=parameters or [])
     if solver.per_sample:
-        # one call for all images pays on a GPU only, and costs the last bits of their independence
+        # one call for all images pays off on a GPU only, and costs the last bits of their independence
         return solve_per_sample(velocity, state, times, solver, together=state.device.type != "cpu")
     return solve_adaptive(velocity, state, times, solver, parameters=parameters)
 
@@ -121,15 +121,15 @@ def tap_penalties(
     dtype: torch.dtype,
     grad_checkpointing: bool,
 ) -> list[Tensor]:
-    """Flow penalties (batch,) of each feature interval, for solves that show no stages, from one velocity at its start.
+    """Flow penalties (batch,) of feature intervals, for solves that show no stages, from the velocity at each start.
 
     Args:
         blocks: The velocities.
-        states: At the start of each interval.
-        grid: Of the intervals.
+        states: States at the start of each interval.
+        grid: Grid of the intervals.
         error: Whether to penalise the error.
         kinetic: Whether to penalise the speed.
-        dtype: What the velocities run in.
+        dtype: Dtype that the velocities run in.
         grad_checkpointing: As in `solve_blocks`.
     """
     penalties = []

@@ -1,4 +1,4 @@
-"""Normalisation and activation by timm's names, tried before a model is built with them."""
+"""Normalisation and activation layers by timm's names, tested before a model is built with them."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ Layer = Callable[..., nn.Module]
 
 
 def norm_class(norm_layer: Any, dim: int) -> Layer:
-    """What builds the normalisation of a token's ``dim`` channels; LayerNorm where none is named.
+    """A function that builds the normalisation of a token's ``dim`` channels; LayerNorm if none is named.
 
     Raises:
-        ValueError: if timm has no such layer, or it does not normalise the last of the dimensions.
+        ValueError: if timm has no such layer, or it does not normalise the last dimension.
     """
     layer: Any = CentreNorm if norm_layer == "centrenorm" else _find("norm_layer", norm_layer, get_norm_layer)
     layer = layer or LayerNorm
-    # with another number of everything else, what works on another dimension fails
+    # all other sizes differ from dim, so that a layer for another dimension fails
     made = partial(layer, dim, device=None, dtype=None)
     _try("norm_layer", norm_layer, made, (1, dim + 1, 3, dim), "'layernorm', 'rmsnorm', 'centrenorm'")
     return layer
 
 
 def act_class(act_layer: Any) -> Layer:
-    """What builds the activation of the MLPs; GELU where none is named.
+    """A function that builds the activation of the MLPs; GELU if none is named.
 
     Raises:
         ValueError: if timm has no such layer, or it does not keep the shape of its input.
@@ -41,11 +41,11 @@ def act_class(act_layer: Any) -> Layer:
 
 def _find(name: str, given: Any, find: Callable[[Any], Any]) -> Any:
     if given is not None and (isinstance(given, nn.Module) or not (isinstance(given, str) or callable(given))):
-        raise ValueError(f"{name} must be the name of a layer of timm's, a class or a function, got {given!r}.")
+        raise ValueError(f"{name} must be the name of a timm layer, a class or a function, got {given!r}.")
     try:
         return find(given)
     except (KeyError, AssertionError) as error:
-        raise ValueError(f"{name} must be the name of a layer of timm's or a class, got {given!r}.") from error
+        raise ValueError(f"{name} must be the name of a timm layer or a class, got {given!r}.") from error
 
 
 def _try(name: str, given: Any, layer: Layer, shape: tuple[int, ...], good: str) -> None:
@@ -53,25 +53,25 @@ def _try(name: str, given: Any, layer: Layer, shape: tuple[int, ...], good: str)
         built = layer().eval()
         with torch.no_grad():
             came = built(torch.zeros(shape, device=next((p.device for p in built.parameters()), None))).shape
-    except Exception as error:  # whatever somebody's own layer raises
+    except Exception as error:  # whatever a custom layer raises
         raise ValueError(
-            f"{name} must work on tokens (batch, height, width, channels), as {good} do, got {given!r}, which fails on "
-            f"them: {error}"
+            f"{name} must work on tokens (batch, height, width, channels), as {good} do, got {given!r}, which fails: "
+            f"{error}"
         ) from error
     if came != shape:
         raise ValueError(
             f"{name} must keep the shape of tokens (batch, height, width, channels), as {good} do, got {given!r}, "
-            f"which makes {tuple(came)} of {shape}."
+            f"which turns {shape} into {tuple(came)}."
         )
 
 
 def warn_of_other_layers(published: Mapping[str, Any], built: Mapping[str, Any], dim: int) -> None:
-    """Warn where a model reads published weights otherwise than they were trained, though they fit in shape.
+    """Warn if published weights fit in shape, but this model computes something else with them.
 
     Args:
-        published: Arguments of the published model, as config.json has them; empty where they are not known.
-        built: Of the model that loads the weights: ``norm_layer`` and ``act_layer`` as modules, other options as they
-            are.
+        published: Arguments of the published model, as in config.json; empty if they are not known.
+        built: Arguments of the model that loads the weights: ``norm_layer`` and ``act_layer`` as modules, other options
+            as they are.
         dim: Channels.
     """
     for name, value in built.items() if published else ():
@@ -83,8 +83,8 @@ def warn_of_other_layers(published: Mapping[str, Any], built: Mapping[str, Any],
             ours = value
         if theirs is not None and ours != theirs:
             warnings.warn(
-                f"The weights were trained with {name}={theirs!r} and are loaded into a model with {ours!r}: they fit "
-                f"in shape, but the model is another function until it is trained again. Leave {name} out to load "
+                f"The weights were trained with {name}={theirs!r} and are loaded into a model with {ours!r}: their "
+                f"shapes fit, but the model computes something else until it is trained again. Omit {name} to load "
                 f"what was published.",
                 stacklevel=2,
             )

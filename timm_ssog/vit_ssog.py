@@ -72,7 +72,7 @@ from timm_ssog.sublayers import act_class, norm_class
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
 
-# called, not traced, by a plain torch.fx tracer (torchvision's) as by timm's own: they branch on sizes and dtypes
+# plain torch.fx tracers (torchvision) call these without tracing them, as timm does: they branch on sizes and dtypes
 torch.fx.wrap("check_image")
 torch.fx.wrap("as_state")
 torch.fx.wrap("pull_on_backward")
@@ -81,7 +81,7 @@ torch.fx.wrap("resample_abs_pos_embed_nhwc")
 
 @register_notrace_function
 def as_state(x: Tensor) -> Tensor:
-    """Tokens as the state of a looped or continuous model: in float32 at least."""
+    """Tokens as the state of a looped or continuous model: at least float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -142,17 +142,17 @@ class VitSsog(nn.Module):
             depth: Blocks.
             num_heads: Heads, each with its own kernels.
             mlp_ratio: Hidden channels of the MLP over ``embed_dim``.
-            mixer: ``"ssog"``, its dense twin ``"attention"``, or ``"identity"`` (nothing mixed: the speed ceiling).
-            num_components: Gaussians a head.
+            mixer: ``"ssog"``, its dense twin ``"attention"``, or ``"identity"`` (mixes nothing: the speed ceiling).
+            num_components: Gaussians per head.
             amplitude: ``"signed"`` (free weights) or ``"convex"`` (softmax of logits).
             kernel_coords: ``"relative"`` (kernels stretch with the grid) or ``"cells"`` (their reach stays in cells).
             init_width: Initial standard deviation of the Gaussians, in cells.
             init_offset: Standard deviation of their initial offsets, in cells.
-            class_token: Only False is possible; here so that asking for one says why.
-            reg_tokens: Likewise, only 0.
+            class_token: Only False is possible; accepted so that the error can say why.
+            reg_tokens: Only 0 is possible, likewise.
             pos_embed: ``"learn"`` or ``"none"``.
             pre_norm: Normalise the tokens (LayerNorm, whatever ``norm_layer`` is) before the first block.
-            fc_norm: Move the final norm behind the pooling.
+            fc_norm: Apply the final norm after the pooling.
             dynamic_img_size: Take any multiple of the patch size at call time.
             dynamic_img_pad: Take any size at call time, padded to a multiple of the patch size.
             drop_rate: Dropout rate before the head.
@@ -184,7 +184,7 @@ class VitSsog(nn.Module):
         image, patch = require_patches(img_size, patch_size)
         grid_size = (image[0] // patch[0], image[1] // patch[1])
         require_positive_int("depth", depth)
-        depth = int(depth)  # of numpy, say: timm wants Python's
+        depth = int(depth)  # it may be numpy's; timm wants Python's
         norm: Any = norm_class(norm_layer, embed_dim)
         act: Any = act_class(act_layer)
 
@@ -254,7 +254,7 @@ class VitSsog(nn.Module):
             if name == "pos_embed":
                 trunc_normal_(parameter, std=0.02)
             else:
-                nn.init.zeros_(parameter)  # what loops add
+                nn.init.zeros_(parameter)  # the additions of the loops
         named_apply(partial(_init_weights, needs_reset=needs_reset), self)
 
     @torch.jit.ignore()
@@ -262,7 +262,7 @@ class VitSsog(nn.Module):
         """Load weights as torch does.
 
         Raises:
-            RuntimeError: as torch's, and if the weights are those of a model of the other ``pre_norm``.
+            RuntimeError: as torch's, and if the weights come from a model with the other ``pre_norm``.
         """
         if strict:  # which torch doesn't tell its hooks
             require_same_norm(state_dict, pre_norm=not isinstance(self.norm_pre, nn.Identity))
@@ -285,7 +285,7 @@ class VitSsog(nn.Module):
 
     @torch.jit.ignore()
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only each block's input for the backward pass and compute the rest anew."""
+        """Keep only each block's input for the backward pass and compute the rest again."""
         self.grad_checkpointing = enable
 
     @torch.jit.ignore()
@@ -295,10 +295,10 @@ class VitSsog(nn.Module):
 
     @torch.jit.ignore()
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one, and the pooling where given.
+        """Replace the head with a new one, and the pooling if given.
 
         Raises:
-            ValueError: if the pooling is unknown, or the number of classes is none.
+            ValueError: if the pooling is unknown, or the number of classes is not an integer of at least 0.
         """
         require_count("num_classes", num_classes)
         if global_pool is not None:
@@ -365,12 +365,12 @@ class VitSsog(nn.Module):
 
     @torch.jit.ignore()
     def _truncate(self, steps: int) -> None:
-        """Drop all depth behind the first ``steps`` steps."""
+        """Drop all depth after the first ``steps`` steps."""
         self.blocks = self.blocks[:steps]
         self._set_steps([{"module": f"blocks.{index}"} for index in range(steps)])
 
     def _kernels(self, x: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """Kernels of every block for all of its calls on tokens; None where a block builds its own."""
+        """Kernels of every block for all its calls on tokens; None where a block builds its own."""
         _, height, width, _ = x.shape
         kernels: list[tuple[Tensor, Tensor] | None] = []
         for block in self.blocks:
@@ -381,7 +381,7 @@ class VitSsog(nn.Module):
         return kernels
 
     def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        """Run the first ``stop`` steps of depth on tokens; return the last state and those behind ``taps``."""
+        """Run the first ``stop`` steps of depth on tokens; return the last state and those after ``taps``."""
         states: list[Tensor] = []
         ahead: list[tuple[Tensor, Tensor] | None] = []
         for index, block in enumerate(self.blocks):
@@ -409,12 +409,12 @@ class VitSsog(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]] | dict[str, Any]:
-        """Features after the final norm, and the tokens behind each chosen step of depth: a block, a loop or a time.
+        """Features after the final norm, and the tokens after each chosen step of depth: a block, a loop or a time.
 
         Args:
             x: Images (batch, in_chans, height, width).
             indices: The last n steps if an int, these steps if a list, all if None.
-            return_prefix_tokens: There are none; accepted as in timm's other transformers.
+            return_prefix_tokens: Has no effect, because there are none; accepted as in timm's other transformers.
             norm: Apply the final norm to the intermediates too.
             stop_early: Do not go deeper than the last step asked for.
             output_fmt: ``"NCHW"`` or ``"NLC"``.
@@ -474,7 +474,7 @@ class VitSsog(nn.Module):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Tensor]:
-        """Tokens behind the chosen steps, in DINO's interface; `forward_intermediates` says more."""
+        """Tokens after the chosen steps, in DINO's interface; see `forward_intermediates`."""
         return self.forward_intermediates(  # type: ignore[return-value]
             x,
             n if isinstance(n, int) else list(n),
@@ -485,13 +485,13 @@ class VitSsog(nn.Module):
         )
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Map images to tokens (batch, tokens, embed_dim) behind the final norm."""
+        """Map images to tokens (batch, tokens, embed_dim) after the final norm."""
         none: list[int] = []
         x, _ = self.evolve(self.embed(x), none, self.num_steps)
         return self.norm(x.flatten(1, 2))
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """Pool tokens (batch, tokens, embed_dim) as the model or ``pool_type`` says."""
+        """Pool tokens (batch, tokens, embed_dim) as ``pool_type`` or the model says."""
         return global_pool_nlc(x, pool_type=self.global_pool if pool_type is None else pool_type, num_prefix_tokens=0)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -505,9 +505,9 @@ class VitSsog(nn.Module):
 
 
 class LoopedVitSsog(VitSsog):
-    """The same ``depth`` blocks applied ``loops`` times over, ``depth x loops`` in all (DESIGN.md, section 2).
+    """The same ``depth`` blocks applied ``loops`` times, ``depth x loops`` blocks in all (DESIGN.md, section 2).
 
-    One block looped L times is Euler's method with step 1 on the continuous model, bit for bit: the two share their
+    One block looped L times is Euler's method with step 1 on the continuous model, bit for bit: the two share
     checkpoints. Feature taps are loops. A forward hook on a block fires once per loop and sees what the block adds.
 
     Raises:
@@ -530,10 +530,10 @@ class LoopedVitSsog(VitSsog):
 
         Args:
             depth: Distinct blocks.
-            loops: Times that they are repeated.
-            loop_norms: Give every loop norms of its own (a learned scale and shift behind the shared ones, zero at
-                first; MiniViT, arXiv 2204.07154, found shared norms to be what destabilises shared blocks).
-            loop_embed: Add a learned embedding to the tokens before every loop, zero at first.
+            loops: How often they are repeated.
+            loop_norms: Give every loop its own norms (a learned scale and shift after the shared ones, initially zero;
+                MiniViT, arXiv 2204.07154, found that shared norms destabilise shared blocks).
+            loop_embed: Add a learned embedding to the tokens before every loop, initially zero.
             input_injection: ``"add"`` adds the embedded image to the tokens before every loop, ``"none"`` does not.
             drop_path_rate: Stochastic depth rate of the last loop, rising linearly from 0.
             **kwargs: Arguments of `VitSsog`.
@@ -556,8 +556,8 @@ class LoopedVitSsog(VitSsog):
     def set_loops(self, loops: int) -> None:
         """Change the number of loops of a model, without touching its weights.
 
-        Fewer loops are the first ones. Loops beyond those the model was built with use the norms and the embedding of
-        the last of those, where it has any.
+        With fewer loops, the first ones run. Loops beyond those that the model was built with use the norms and the
+        embedding of the last of them, if there are any.
 
         Raises:
             ValueError: if ``loops`` is below one.
@@ -571,7 +571,7 @@ class LoopedVitSsog(VitSsog):
 
     @property
     def loops(self) -> int:
-        """Times that the blocks are repeated."""
+        """How often the blocks are repeated."""
         return self.num_steps
 
     @torch.jit.ignore()
@@ -584,7 +584,7 @@ class LoopedVitSsog(VitSsog):
                 setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
 
     def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        """Run the first ``stop`` loops on tokens; return the last state and those behind ``taps``."""
+        """Run the first ``stop`` loops on tokens; return the last state and those after ``taps``."""
         dtype = x.dtype
         first = as_state(x)
         state = first
@@ -613,8 +613,8 @@ class LoopedVitSsog(VitSsog):
 class OdeVitSsog(VitSsog):
     """Continuous depth: ``dx/dt = delta(x)``, from the embedded image at t = 0 to t = ``horizon``.
 
-    With several blocks the velocity is piecewise constant in t, each block in force for an equal part (DESIGN.md,
-    section 3). The state is kept in float32, the velocity runs in the model's or autocast's dtype. Feature taps are the
+    With several blocks the velocity is piecewise constant in t: each block is in force for an equal part (DESIGN.md,
+    section 3). The state stays in float32; the velocity runs in the model's or autocast's dtype. Feature taps are the
     ends of ``solver_steps`` equal intervals, whatever the solver. A forward hook on a block fires once per solver stage
     and sees the velocity.
 
@@ -648,10 +648,10 @@ class OdeVitSsog(VitSsog):
             depth: Distinct blocks.
             horizon: End of the time interval; a horizon of 12 is as deep as 12 blocks.
             jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
-            flow_penalty: What training minimises beside the loss, so that the model becomes the flow of its equation
+            flow_penalty: What training also minimises, so that the model becomes the flow of its equation
                 (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
-            flow_weight: How strongly, relative to the gradient of the loss; 0 for not at all.
-            proj_drop_rate: Only 0 is possible; here so that asking for dropout says why.
+            flow_weight: Strength of the penalty, relative to the gradient of the loss; 0 turns it off.
+            proj_drop_rate: Only 0 is possible; accepted so that the error can say why.
             drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
             **kwargs: Options of `timm_ssog.ode.Solver` (``solver``, ``solver_steps``, ``rtol``, ``atol``, ``adjoint``,
                 ``per_sample``, ``max_evaluations``) and arguments of `VitSsog`.
@@ -676,7 +676,7 @@ class OdeVitSsog(VitSsog):
 
     @torch.jit.ignore()
     def set_solver(self, solver: str | None = None, **options: Any) -> None:
-        """Change how the model is solved, without touching its weights; what is left out stays as it is.
+        """Change how the model is solved, without touching its weights; omitted options stay as they are.
 
         Args:
             solver: The method.
@@ -692,11 +692,11 @@ class OdeVitSsog(VitSsog):
         grid = TimeGrid(self.horizon / settings.solver_steps, self.block_span, settings.solver_steps)
         if settings.is_fixed_step and not grid.is_even:
             raise ValueError(
-                f"solver_steps must give every one of the {len(self.blocks)} blocks a whole number of steps, got "
+                f"solver_steps must give each of the {len(self.blocks)} blocks a whole number of steps, got "
                 f"{grid.steps}: use a multiple of {len(self.blocks)}."
             )
         self.settings = settings
-        # single ones too, for what scripts and exports, and for whoever reads them
+        # as single attributes too, for scripting, export and whoever reads them
         for name in SOLVER_OPTIONS:
             if name != "solver_steps":
                 setattr(self, name, getattr(settings, name))
@@ -728,7 +728,7 @@ class OdeVitSsog(VitSsog):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, in_chans, height, width) to logits (batch, num_classes).
 
-        In training, the gradient of whatever loss is made of the logits carries that of the flow penalty.
+        In training, the gradient of any loss computed from the logits also carries that of the flow penalty.
         """
         if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
             if torch.jit.is_scripting():
@@ -740,9 +740,9 @@ class OdeVitSsog(VitSsog):
 
     @torch.jit.ignore()
     def forward_with_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the flow penalty with its gradient, whose mean a loop of one's own adds to its loss.
+        """Logits, and the flow penalty with its gradient; your own training loop adds its mean to the loss.
 
-        Other than in `forward`, the gradient of the logits does not carry the penalty: nothing is counted twice, and
+        Unlike in `forward`, the gradient of the logits does not carry the penalty, so nothing counts twice, and
         ``flow_weight`` is not applied.
 
         Args:
@@ -769,10 +769,10 @@ class OdeVitSsog(VitSsog):
     def _integrate(
         self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Evolve, and collect the penalty (batch,) of every step where a list is given for it."""
+        """Evolve, and collect the penalty (batch,) of every step if there is a list for it."""
         error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
         if not torch.jit.is_scripting():
-            # without gradients there is nothing to take by the adjoint, and the plain loop is the same solve
+            # without gradients the adjoint has nothing to do, and the plain loop is the same solve
             if (self.adjoint and torch.is_grad_enabled()) or not self.is_fixed_step:
                 return self._solve(x, taps, stop, penalties)
         elif not self.is_fixed_step:
@@ -835,15 +835,15 @@ class OdeVitSsog(VitSsog):
 
     @torch.jit.unused
     def solve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor], list[SolveTrace]]:
-        """Evolve by `timm_ssog.ode`, whatever the solver, and say what it did.
+        """Evolve with `timm_ssog.ode`, whatever the solver, and report what it did.
 
         Args:
             x: Tokens (batch, height, width, embed_dim).
-            taps: Steps behind which the states are wanted.
-            stop: How many steps.
+            taps: Steps after which the states are wanted.
+            stop: Number of steps.
 
         Returns:
-            The last state, those behind the taps, and the trace of each block in force.
+            The last state, those after the taps, and the trace of each block in force.
 
         Raises:
             ValueError: if the model is in training with noise that acts on fixed steps.
@@ -896,7 +896,7 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
 
 
 # A published checkpoint is one more row: `python -m timm_ssog push` prints it, with the commit it verified and the
-# digest of its weights. timm offers a row's weights wherever it lists pretrained models, so each must be there.
+# digest of its weights. timm offers every row's weights wherever it lists pretrained models, so they must be public.
 default_cfgs = generate_default_cfgs(
     {
         "vit_ssog_tiny.untrained": _cfg(),
@@ -924,14 +924,14 @@ def _create_vit_ssog(
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
         **kwargs,
     )
-    # the digests are of the published weights; kept, they would be saved with those that the model gets in training
+    # the digests belong to the published weights; if kept, they would be saved with those from further training
     for module in (model, getattr(model, "model", None)):  # with features_only, the wrapper and what it wraps
         if isinstance(module, nn.Module) and isinstance(config := getattr(module, "pretrained_cfg", None), dict):
             without_digests(config)
     return model
 
 
-# A looped model starts as the continuous one does, whose checkpoints it shares. Why these: examples/lab/flow.py.
+# A looped model starts like the continuous one and shares its checkpoints. examples/lab/flow.py shows why these values.
 LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
 ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, "pre_norm": True, "flow_penalty": "both", "flow_weight": 1.0}
 

@@ -166,8 +166,8 @@ def read_teacher(model: nn.Module) -> Teacher:
         if not torch.isfinite(parameter).all():
             bad = int((~torch.isfinite(parameter)).sum())
             raise ValueError(
-                f"{name} of the teacher holds {bad} values of {parameter.numel()} that are NaN or infinite. Take an "
-                f"earlier checkpoint of it."
+                f"{name} of the teacher is NaN or infinite in {bad} of {parameter.numel()} values. Take an earlier "
+                f"checkpoint of it."
             )
     return teacher
 

@@ -1,8 +1,8 @@
-"""Solves of dx/dt = velocity(x): adaptive per batch or per sample, and the adjoint equation.
+"""Solves of dx/dt = velocity(x): adaptive per batch or per sample, and by the adjoint equation.
 
-The state is a batch of tensors (batch, ...) in float32 or float64, time is counted in units of depth. Every solve
-returns the states at the requested times and a `SolveTrace`. All of it runs eagerly: inside a compiled model each solve
-is one graph break.
+The state is a tensor (batch, ...) in float32 or float64; time is measured in units of depth. Every solve returns the
+states at the requested times and a `SolveTrace`. Everything runs eagerly: in a compiled model, each solve is one graph
+break.
 """
 
 from timm_ssog.ode.adjoint import solve_fixed_adjoint

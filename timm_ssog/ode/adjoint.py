@@ -28,7 +28,7 @@ def solve_fixed_adjoint(
     step_size: float,
     parameters: Sequence[Tensor],
 ) -> tuple[list[Tensor], SolveTrace]:
-    """Solve by a fixed-step method whose gradient is the adjoint equation's, solved on the same steps backwards.
+    """Solve by a fixed-step method, with the gradient of the adjoint equation, solved backwards on the same steps.
 
     The gradient is that of the ODE, not of the steps: it differs from backpropagation through them by the error of the
     method.
@@ -38,7 +38,7 @@ def solve_fixed_adjoint(
         x: State at ``times[0]``.
         times: Increasing.
         solver: A fixed-step one.
-        step_size: Longest step; every interval of ``times`` is cut into equal ones.
+        step_size: Longest step; every interval of ``times`` is divided into equal steps.
         parameters: As in `solve_adaptive`.
 
     Returns:
@@ -53,7 +53,7 @@ def solve_fixed_adjoint(
     times = require_problem(x, times)
     if not x.numel():
         return nothing_to_solve(x, times, SolveTrace(0, 0, 0, [], None, None))
-    from torchdiffeq import odeint_adjoint  # here, for it imports scipy in half a second
+    from torchdiffeq import odeint_adjoint  # here, because it imports scipy, which takes half a second
 
     wanted = require_separate(parameters)
     evaluate = adjoint_velocity(velocity, x.device.type, wanted)
@@ -71,8 +71,8 @@ def solve_fixed_adjoint(
 
 
 def refuse_double_backward(_: Tensor) -> None:
-    """Raise where the gradient of an adjoint solve is to be differentiated; a hook on its solution."""
-    # on in backward only where a graph of it is asked for, of which torchdiffeq's adjoint would silently lack its part
+    """Raise if the gradient of an adjoint solve is to be differentiated again; a hook on its solution."""
+    # in backward, gradients are on only if a graph is asked for, which would silently lack the adjoint
     if torch.is_grad_enabled():
         raise RuntimeError(
             "The gradient of an adjoint solve can't be differentiated again: solve with adjoint=False, or take the "
@@ -81,7 +81,7 @@ def refuse_double_backward(_: Tensor) -> None:
 
 
 def _upstream(tensor: Tensor, stops: set[_Edge]) -> Iterator[_Edge]:
-    """The edges of the autograd graph that a tensor's gradient flows through, its own first, never beyond ``stops``."""
+    """The edges of the autograd graph that a tensor's gradient flows through, its own first, up to ``stops``."""
     pending = [_edge(tensor)]
     seen = set(stops)
     while pending:
@@ -98,11 +98,11 @@ def _edge(tensor: Tensor) -> _Edge:
 
 
 def require_separate(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parameters that want a gradient, unless one is computed from another: its gradient would count twice."""
+    """The parameters that need a gradient; raise if one is computed from another: its gradient would count twice."""
     wanted = tuple(parameter for parameter in parameters if parameter.requires_grad)
     edges = {_edge(parameter) for parameter in wanted}
     if len(edges) < len(wanted):
-        raise ValueError("parameters of an adjoint solve must hold every tensor once.")
+        raise ValueError("parameters of an adjoint solve must hold every tensor only once.")
     for parameter in wanted:
         own = _edge(parameter)
         if any(edge in edges and edge != own for edge in _upstream(parameter, set())):
@@ -115,7 +115,7 @@ def require_separate(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _require_declared(slope: Tensor, declared: set[_Edge]) -> None:
-    """Raise if the velocity depends on a leaf that the adjoint solve would give no gradient, and silently so."""
+    """Raise if the velocity depends on a leaf that the adjoint solve would silently give no gradient."""
     if not slope.requires_grad:
         return
     for node, _ in _upstream(slope, declared):
@@ -123,21 +123,21 @@ def _require_declared(slope: Tensor, declared: set[_Edge]) -> None:
             raise ValueError(
                 f"parameters of an adjoint solve must hold everything the velocity depends on, or it gets no gradient: "
                 f"a tensor of shape {tuple(node.variable.shape)} is missing. Parameters that a wrapper such as FSDP2 "
-                f"brings only while a module runs can't be given beforehand: set adjoint=False there."
+                f"provides only while a module runs can't be given beforehand: set adjoint=False."
             )
 
 
 def adjoint_velocity(
     velocity: Callable[[Tensor], Tensor], device_type: str, wanted: Sequence[Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """The velocity of an adjoint solve: under today's autocast in backward too, and tested once for its parameters."""
+    """The velocity of an adjoint solve, in backward under the same autocast; its parameters are tested once."""
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type)
     untested = torch.is_grad_enabled()
 
     def evaluate(x: Tensor) -> Tensor:
         nonlocal untested
-        # weights cast and cached without gradient in the forward solve would later be used where one is wanted
+        # weights cast and cached without gradient in the forward solve would be used again where one is needed
         with torch.autocast(device_type, dtype=dtype, enabled=autocast, cache_enabled=False):
             if not untested:
                 return velocity(x).to(x.dtype)
@@ -151,7 +151,7 @@ def adjoint_velocity(
 
 
 def _grid(times: list[float], step_size: float) -> list[float]:
-    """Times, and between them the ends of the fewest equal steps no longer than ``step_size``; in either direction."""
+    """Times, with the ends of the fewest equal steps of at most ``step_size`` in between; in either direction."""
     grid = times[:1]
     for start, end in pairwise(times):
         steps = max(math.ceil(abs(end - start) / step_size - 1e-6), 1)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 SLACK = 1e-6
-"""Part of a step that two times may differ by and count as one: sums of steps round."""
+"""Fraction of a step by which two equal times may differ: sums of steps round."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class TimeGrid:
 
     Attributes:
         step_size: Length of a step.
-        block_span: Time that a block is in force.
-        steps: How many steps there are.
+        block_span: Time for which a block is in force.
+        steps: Number of steps.
     """
 
     step_size: float
@@ -25,17 +25,17 @@ class TimeGrid:
 
     @classmethod
     def over(cls, horizon: float, *, steps: int, blocks: int) -> "TimeGrid":
-        """The grid of so many steps and blocks from time 0 to the horizon."""
+        """The grid with this many steps and blocks from time 0 to the horizon."""
         return cls(horizon / steps, horizon / blocks, steps)
 
     @property
     def horizon(self) -> float:
-        """Where the last step ends."""
+        """Time at which the last step ends."""
         return self.steps * self.step_size
 
     @property
     def blocks(self) -> int:
-        """Blocks that are in force before the horizon."""
+        """Number of blocks that are in force before the horizon."""
         return math.ceil(self.horizon / self.block_span - SLACK)
 
     @property
@@ -46,7 +46,7 @@ class TimeGrid:
 
     @property
     def steps_per_block(self) -> int:
-        """Steps of each block on an even grid, all steps where there is one block."""
+        """Steps of each block on an even grid; all steps if there is one block."""
         return self.steps if self.blocks == 1 else max(round(self.block_span / self.step_size), 1)
 
     def cut(self, steps: int) -> "TimeGrid":
@@ -62,12 +62,12 @@ class TimeGrid:
         return min(int(step * self.step_size / self.block_span + SLACK), self.blocks - 1)
 
     def in_force(self, block: int) -> tuple[float, float]:
-        """When a block comes into force and when it ceases to be, the horizon at the latest."""
+        """Start and end of the time for which a block is in force, up to the horizon."""
         start = block * self.block_span
         return start, max(start, min((block + 1) * self.block_span, self.horizon))
 
     def overlap(self, step: int, block: int) -> float:
-        """For how long a block is in force within a step; 0 where the two merely touch."""
+        """For how long a block is in force within a step; 0 if the two merely touch."""
         start, end = self.in_force(block)
         span = min(end, self.end(step)) - max(start, step * self.step_size)
         return span if span > SLACK * self.step_size else 0.0
@@ -79,6 +79,6 @@ class TimeGrid:
         return [step for step in range(self.steps) if start + slack < self.end(step) < end - slack]
 
     def ending_at(self, time: float) -> int | None:
-        """The step that ends at a time; None where none does."""
+        """The step that ends at a time; None if none does."""
         step = round(time / self.step_size) - 1
         return step if abs(self.end(step) - time) < SLACK * self.step_size else None

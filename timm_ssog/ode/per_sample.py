@@ -36,25 +36,25 @@ def solve_per_sample(
     keep_states: bool = False,
     together: bool = False,
 ) -> tuple[list[Tensor], SolveTrace]:
-    """Solve with every sample on its own clock: own steps, own errors, nothing that depends on its batch-mates.
+    """Solve with every sample on its own clock: its own steps and errors, and nothing that depends on its batch-mates.
 
-    The step control is Hairer, Nørsett, Wanner, Solving ODEs I, section II.4: local extrapolation, equation II.4.13
+    Step control as in Hairer, Nørsett, Wanner, Solving ODEs I, section II.4: local extrapolation, equation II.4.13
     with the root mean square over the sample, no growth right after a rejection, and their choice of the first step.
-    Steps land on the requested times. Samples that reached the last one cost nothing further. Differentiable by
+    Steps land on the requested times. Samples that have reached the last one cost nothing more. Differentiable by
     backpropagation through the accepted steps, whose sizes count as constants.
 
-    A sample's result is the same alone and in any batch, to the bit: the velocity sees one sample at a time, in memory
-    of its own, and its step sizes are computed number by number. In one call for all, the rounding of the velocity's
+    A sample's result is the same alone and in any batch, bit for bit: the velocity sees one sample at a time, in memory
+    of its own, and step sizes are computed one by one. In one call for all samples, the rounding of the velocity's
     matrix products depends on their number, and error estimates close to rounding carry that into the step sizes.
 
     Args:
         velocity: Maps the states of any of the samples to their derivatives.
         x: State at ``times[0]``.
         times: Increasing.
-        solver: With a method out of `PER_SAMPLE_SOLVERS`; ``max_evaluations`` are those of any one sample.
+        solver: With a method from `PER_SAMPLE_SOLVERS`; ``max_evaluations`` holds for each sample.
         keep_states: Whether the trace holds the states at all steps.
-        together: Evaluate the velocity for all samples in one call: for a GPU, as a CPU hardly gains. In float32 the
-            results then depend on the batch by some 1e-6 of the state, and rarely by a step, a part of the tolerance.
+        together: Evaluate the velocity for all samples in one call: for a GPU, since a CPU hardly gains. In float32 the
+            results then depend on the batch by about 1e-6 of the state, and rarely by a step, a part of the tolerance.
 
     Returns:
         The states at ``times[1:]``, and the trace, with one count per sample.
@@ -86,7 +86,7 @@ def solve_per_sample(
         spent = log.evaluations[on_way.samples] + stages > solver.max_evaluations
         _require_steps(on_way, spent, least, solver.max_evaluations, log)
         remaining = stops[on_way.target] - on_way.clock
-        # a hundredth longer rather than a tiny step afterwards, as in Hairer's codes
+        # a hundredth longer rather than followed by a tiny step, as in Hairer's codes
         lands = 1.01 * on_way.step >= remaining
         taken = torch.where(lands, remaining, on_way.step)
         length = taken.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
@@ -101,7 +101,7 @@ def solve_per_sample(
         elif len(rows):
             if reached.requires_grad and not ratio.isfinite().all():
                 # A rejected trial has gradient zero, but zero times infinity is NaN in the gradient of the weights:
-                # the others take their step again, without it. Not counted, for it is not the solution's doing.
+                # the others take their step again, without it. That is not counted, as the solution did not cause it.
                 kept = [tensor.index_select(0, rows_there) for tensor in (on_way.state, on_way.slope, length)]
                 reached, end_slope, _ = apply(trial, *kept)
             else:
@@ -132,7 +132,7 @@ def solve_per_sample(
 
 @dataclass
 class _OnWay:
-    """The samples that have not reached the last time, a row each; all but state and slope on the CPU."""
+    """The samples that have not reached the last time, one per row; all but state and slope are on the CPU."""
 
     samples: Tensor  # their places in the batch
     state: Tensor
@@ -152,7 +152,7 @@ class _OnWay:
         return cls(samples, state, slope, clock, torch.zeros_like(samples), step, rejected, step.isfinite())
 
     def only(self, rows: Tensor) -> "_OnWay":
-        """Some of them."""
+        """The samples in the given rows."""
         there = rows.to(self.state.device)
         kept = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name not in ON_DEVICE}
         return _OnWay(**kept, **{name: getattr(self, name).index_select(0, there) for name in ON_DEVICE})
@@ -171,7 +171,7 @@ class _Log:
         self.states: list[list[Tensor]] | None = [[] for _ in range(batch)] if keep_states else None
 
     def add(self, on_way: _OnWay, evaluations: int, accept: Tensor, ratio: Tensor, reached: Tensor) -> None:
-        """Note one try of every sample on its way, and the states that the accepted ones reached."""
+        """Record one try of every sample on its way, and the states that the accepted ones reached."""
         self.evaluations[on_way.samples] += evaluations
         self.accepted[on_way.samples] += accept
         self.rejected[on_way.samples] += ~accept
@@ -183,7 +183,7 @@ class _Log:
                 self.states[sample].append(reached[row].detach())
 
     def trace(self) -> SolveTrace:
-        """All of it."""
+        """Everything recorded, as a trace."""
         return SolveTrace(self.evaluations, self.accepted, self.rejected, self.times, self.errors, self.states)
 
 
@@ -205,7 +205,7 @@ def _apply_together(function: Callable[..., tuple[Tensor, ...]], *batches: Tenso
 
 
 def _apply_one_by_one(function: Callable[..., tuple[Tensor, ...]], *batches: Tensor) -> tuple[Tensor, ...]:
-    # copies, for they begin where the allocator aligns them: libraries round by the alignment of what they read, too
+    # copies, because they begin where the allocator aligns them: the rounding of libraries also depends on alignment
     singles = zip(*([single.clone() for single in batch.split(1)] for batch in batches), strict=True)
     return tuple(map(torch.cat, zip(*(function(*single) for single in singles), strict=True)))
 
@@ -222,7 +222,7 @@ def _trial(
 
     Args:
         velocity: As in `solve_per_sample`.
-        solver: Likewise.
+        solver: As in `solve_per_sample`.
         pair: The method.
         state: (samples, ...).
         slope: Velocity at the state.
@@ -246,7 +246,7 @@ def _weighted(slopes: list[Tensor], weights: list[float]) -> Tensor:
 def _start(velocity: Callable[[Tensor], Tensor], solver: Solver, order: int, state: Tensor) -> tuple[Tensor, Tensor]:
     """The velocity at the initial state, and a first step size for every sample (samples,); two evaluations.
 
-    A step in which Euler's method and a guess at the second derivative see an error of a hundredth of the tolerance
+    A step for which Euler's method and a guess at the second derivative see an error of a hundredth of the tolerance
     (Hairer, Nørsett, Wanner, Solving ODEs I, section II.4, "starting step size").
     """
     slope = velocity(state).to(state.dtype)
@@ -265,13 +265,13 @@ def _next_steps(step: Tensor, taken: Tensor, ratio: Tensor, just_rejected: Tenso
     """Step sizes to try next (Hairer, Nørsett, Wanner, Solving ODEs I, equation II.4.13).
 
     Args:
-        step: (samples,), what was to be tried.
-        taken: (samples,), what was tried: less where it landed on a requested time.
+        step: (samples,), step size that was planned.
+        taken: (samples,), step size that was tried: smaller where it landed on a requested time.
         ratio: (samples,), its error over the tolerance.
-        just_rejected: (samples,), whether the try before this one was rejected too, so that growth must wait.
-        order: Of the method.
+        just_rejected: (samples,), whether the previous try was rejected too, so that growth must wait.
+        order: Order of the method.
     """
-    # number by number: the rounding of a vectorised power depends on the place of the number in the vector
+    # one by one: the rounding of a vectorised power depends on a number's position in the vector
     change = torch.tensor([_change(error, order) for error in ratio.tolist()], dtype=step.dtype)
     change = torch.where(just_rejected, change.clamp(max=1.0), change)
     # a step cut short to land says little about the next
@@ -279,7 +279,7 @@ def _next_steps(step: Tensor, taken: Tensor, ratio: Tensor, just_rejected: Tenso
 
 
 def _change(ratio: float, order: int) -> float:
-    """What an error over the tolerance multiplies a step by, unless a rejection forbids it to grow."""
+    """The factor for the next step after an error over the tolerance, unless a rejection forbids growth."""
     if math.isnan(ratio):
         return SHRINK
     return min(max(SAFETY * max(ratio, sys.float_info.min) ** (-1 / order), SHRINK), GROWTH)

@@ -1,4 +1,4 @@
-"""Checks that all solves share: of the problem they are given, of the steps they take, of the states they reach."""
+"""Checks that all solves share: of the problem they get, the steps they take and the states they reach."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from timm_ssog.ode.trace import SolveTrace
 from timm_ssog.ops.capture import is_captured
 
 SMALLEST_STEP = 1e-14
-"""Step below which a solve gives up, as a part of the largest time: the rounding of a float64 clock."""
+"""Step size below which a solve gives up, as a fraction of the largest time: the rounding of a float64 clock."""
 
 NOT_FINITE = (
     "Check the input and the weights for NaN and huge values, lower the learning rate or clip gradients, and run the "
     "velocity in bfloat16 or float32 rather than float16."
 )
 TOO_STIFF = (
-    "The velocity is too stiff or too rough for these tolerances: raise rtol and atol, or use a fixed-step solver. Of "
-    "a velocity in float16 or bfloat16, don't ask for less than its rounding (1e-3, 1e-2)."
+    "The velocity is too stiff or too rough for these tolerances: raise rtol and atol, or use a fixed-step solver. If "
+    "the velocity runs in float16 or bfloat16, keep them above its rounding (1e-3, 1e-2)."
 )
 TOO_MANY = "Raise max_evaluations or the tolerances, or use a fixed-step solver, whose cost is known."
 
@@ -37,19 +37,19 @@ def clock(times: list[float], device: torch.device) -> Tensor:
 
 
 def smallest_step(times: list[float]) -> float:
-    """Step below which a solve over these times gives up."""
+    """Step size below which a solve over these times gives up."""
     return SMALLEST_STEP * max(abs(times[0]), abs(times[-1]))
 
 
 def no_step(size: float) -> tuple[str, str]:
-    """What is wrong, and the remedy, where a step is NaN or below the smallest."""
+    """The problem and the remedy for a step that is NaN or below the smallest."""
     if math.isnan(size):
         return "The state or its velocity became NaN or infinite", NOT_FINITE
     return f"The step size fell to {size:.3g}", TOO_STIFF
 
 
 def require_problem(x: Tensor, times: Sequence[float]) -> list[float]:
-    """The times as a list of floats, unless they or the initial state are not fit for a solve."""
+    """The times as a list of floats; raise if they or the initial state are not fit for a solve."""
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"The state of a solve must be float32 or float64, got {x.dtype}: small steps would be lost to rounding. "
@@ -63,7 +63,7 @@ def require_problem(x: Tensor, times: Sequence[float]) -> list[float]:
             "A solve by torchdiffeq or per sample can't be traced or exported",
             listed[0],
             0,
-            "It decides on its steps as it runs. Use a fixed-step solver without adjoint.",
+            "It chooses its steps as it runs. Use a fixed-step solver without adjoint.",
         )
     require_finite(x.unsqueeze(0), listed, 0)
     return listed

@@ -34,19 +34,19 @@ def solve_adaptive(
     parameters: Sequence[Tensor] | None = None,
     keep_states: bool = False,
 ) -> tuple[list[Tensor], SolveTrace]:
-    """Solve with one step size for the whole batch, by torchdiffeq; steps land on the requested times.
+    """Solve with torchdiffeq and one step size for the whole batch; steps land on the requested times.
 
-    Differentiable, by backpropagation through the steps or, given ``parameters``, by the adjoint equation, solved with
-    the same method and tolerances in memory that does not grow with the number of steps (Chen et al., Neural ordinary
-    differential equations, 2018).
+    Differentiable by backpropagation through the steps or, given ``parameters``, by the adjoint equation, which is
+    solved with the same method and tolerances in memory that does not grow with the number of steps (Chen et al.,
+    Neural ordinary differential equations, 2018).
 
     Args:
         velocity: Maps a state to its derivative.
         x: State at ``times[0]``.
         times: Increasing.
-        solver: An adaptive one; ``max_evaluations`` counts for each interval's adjoint again.
-        parameters: All tensors the velocity depends on beside the state, leaves or not; none may be computed from
-            another of them.
+        solver: An adaptive one; each interval's adjoint may use ``max_evaluations`` again.
+        parameters: All tensors the velocity depends on besides the state, leaves or not; none may be computed from
+            another.
         keep_states: Whether the trace holds the states at all steps.
 
     Returns:
@@ -62,7 +62,7 @@ def solve_adaptive(
     times = require_problem(x, times)
     if not x.numel():
         return nothing_to_solve(x, times, SolveTrace(0, 0, 0, [], 0.0, [] if keep_states else None))
-    from torchdiffeq import odeint, odeint_adjoint  # here, for it imports scipy in half a second
+    from torchdiffeq import odeint, odeint_adjoint  # here, because it imports scipy, which takes half a second
 
     watch = _Watch(velocity, times, solver.max_evaluations, keep_states)
     settings: dict[str, Any] = {"rtol": solver.rtol, "atol": solver.atol, "method": solver.solver}
@@ -70,8 +70,8 @@ def solve_adaptive(
     if parameters is not None:
         wanted = require_separate(parameters)
         watch.evaluate = adjoint_velocity(velocity, x.device.type, wanted)
-    # One interval after the other: torchdiffeq lands on the last of the times it is given, but may step over others,
-    # or up to them but for a rounding error.
+    # Interval by interval: torchdiffeq lands on the last of the times it is given, but may step over others, or stop a
+    # rounding error short of them.
     states = [x]
     for start, end in pairwise(times):
         ends = clock([start, end], x.device)
@@ -91,7 +91,7 @@ def solve_adaptive(
 
 
 class _Watch:
-    """The velocity and callbacks that torchdiffeq calls: counts, and stops what would fail an assertion there."""
+    """The velocity and callbacks for torchdiffeq: counts, and stops before one of its assertions fails."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _Watch:
         return self.evaluate(x).to(x.dtype)
 
     def norm(self, scaled: Tensor) -> Tensor:
-        """Root mean square over the batch, without gradient: step sizes are no function of the parameters."""
+        """Root mean square over the batch, without gradient: step sizes do not depend on the parameters."""
         self.error = _largest_rms([scaled])
         return self.error
 
@@ -134,7 +134,7 @@ class _Watch:
         if not all(tensor.isfinite().all() for tensor in tensors):
             self.step = 0.0
         if not self.step > max(self.smallest_step, torch.finfo(step.dtype).eps * abs(self.time)):
-            # torchdiffeq makes a step of zero of one that is NaN
+            # torchdiffeq turns a step that is NaN into one of zero
             problem, remedy = no_step(self.step or math.nan)
             raise SolveError(problem + self.where, self.time, self.evaluations, remedy)
 
@@ -163,5 +163,5 @@ class _Watch:
 
 
 def _largest_rms(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest of the tensors' root mean squares, NaN if one is; without gradient."""
+    """The largest root mean square among the tensors, NaN if any is NaN; without gradient."""
     return torch.stack([tensor.detach().square().mean().sqrt() for tensor in tensors if tensor.numel()]).amax()

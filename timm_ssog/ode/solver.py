@@ -1,4 +1,4 @@
-"""How a continuous model is solved: the one home of its solver's settings."""
+"""How a continuous model is solved: the only home of its solver settings."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class Solver:
     Attributes:
         solver: A fixed-step method (``"euler"``, ``"midpoint"``, ``"heun"``, ``"rk4"``) or an adaptive one
             (``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``).
-        solver_steps: Steps of a fixed-step method over the horizon; for adaptive ones just the feature taps.
+        solver_steps: Steps of a fixed-step method over the horizon; with an adaptive one only the feature taps.
         rtol: Relative tolerance of an adaptive method.
         atol: Absolute tolerance of an adaptive method.
-        adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps, but for a flow
-            penalty's one state and the terms of its mean squares for each of ``solver_steps`` intervals.
-        per_sample: Step every image by itself, so that no prediction depends on batch-mates, as it never does with a
-            fixed-step method.
+        adjoint: Backpropagate by the adjoint equation, in memory that does not grow with the steps, except that a flow
+            penalty keeps one state and the terms of its mean squares for each of ``solver_steps`` intervals.
+        per_sample: Solve every image with its own steps, so that no prediction depends on batch-mates; with fixed steps
+            none does anyway.
         max_evaluations: Evaluations of the velocity after which an adaptive solve gives up.
 
     Raises:
@@ -47,7 +47,7 @@ class Solver:
         require_bool("per_sample", self.per_sample)
         require_positive("rtol", self.rtol)
         require_positive("atol", self.atol)
-        object.__setattr__(self, "solver_steps", int(self.solver_steps))  # of numpy, say
+        object.__setattr__(self, "solver_steps", int(self.solver_steps))  # it may be numpy's
         if self.is_fixed_step or not self.per_sample:
             return
         if self.solver not in PER_SAMPLE_SOLVERS:
@@ -58,12 +58,12 @@ class Solver:
         if self.adjoint:
             raise ValueError(
                 "adjoint and per_sample don't go together: the adjoint equation of a batch has one clock, per_sample "
-                "has one per image. Choose one of them."
+                "one per image. Choose one of them."
             )
 
     @property
     def is_fixed_step(self) -> bool:
-        """Whether the steps are those of a fixed grid."""
+        """Whether the steps form a fixed grid."""
         return self.solver in TABLEAUS
 
     @property
@@ -72,10 +72,10 @@ class Solver:
         return TABLEAUS[self.solver if self.is_fixed_step else "euler"]
 
     def change(self, **options: Any) -> "Solver":
-        """The same with other options; what is None stays as it is.
+        """The same solver with other options; those that are None stay as they are.
 
         Raises:
-            ValueError: as the class, and for the name of no option.
+            ValueError: as the class, and for an unknown option.
         """
         for name in options:
             require_choice("option", name, SOLVER_OPTIONS)
@@ -83,4 +83,4 @@ class Solver:
 
 
 SOLVER_OPTIONS = tuple(field.name for field in dataclasses.fields(Solver))
-"""Names of the options that are settings of a solver."""
+"""Names of the model options that are solver settings."""

@@ -12,16 +12,16 @@ from torch import Tensor
 class SolveTrace:
     """What a solve did.
 
-    After a per-sample solve the counts are int64 tensors (batch,) on the CPU, ``error_estimate`` is a float64 one, and
-    ``times`` and ``states`` hold one list per sample.
+    After a per-sample solve, the counts are int64 tensors (batch,) on the CPU, ``error_estimate`` is a float64 tensor,
+    and ``times`` and ``states`` hold one list per sample.
 
     Attributes:
         evaluations: Evaluations of the velocity in the forward solve.
         accepted: Steps taken.
-        rejected: Steps whose error was above the tolerance, tried again with a smaller one.
-        times: Where the accepted steps end.
-        error_estimate: Largest local error of an accepted step over its tolerance, at most 1. Of a fixed-step method,
-            which makes none itself, the error of the whole solve as `timm_ssog.trace_solve` estimates it, or None.
+        rejected: Steps whose error was above the tolerance, and that were tried again with a smaller size.
+        times: Times at which the accepted steps end.
+        error_estimate: Largest local error of an accepted step over its tolerance, at most 1. For a fixed-step method,
+            which has no such estimate, the error of the whole solve as estimated by `timm_ssog.trace_solve`, or None.
         states: States at ``times``, without gradient; None unless asked for.
     """
 
@@ -51,10 +51,10 @@ def _spread(count: float | Tensor) -> str:
 
 
 def join_traces(traces: Sequence[SolveTrace]) -> SolveTrace:
-    """The trace of consecutive solves as that of one, such as those of the blocks of a model.
+    """Join the traces of consecutive solves, such as those of a model's blocks, into one.
 
     Args:
-        traces: In the order of time; all per batch or all per sample, all with states or all without.
+        traces: In order of time; all per batch or all per sample, all with states or all without.
     """
     first, *others = traces
     for trace in others:
