@@ -176,7 +176,7 @@ def test_anytime_counts_and_judges_every_solver():
     assert found["bosh3", 1e-3].flips == 0.0
     assert "Half the evaluations cost" in str(result)
     assert json.loads(json.dumps(result.to_dict()))["trained"] == "midpoint x 4"
-    assert analysis.draw_anytime(result).axes[0].get_xlabel() == "evaluations of the velocity for an image"
+    assert analysis.draw_anytime(result).axes[0].get_xlabel() == "evaluations of the velocity per image"
     with pytest.raises(ValueError, match="one label each"):
         analysis.anytime(model, photos(), labels[:2])
     with pytest.raises(ValueError, match="solvers must be one of"):
@@ -209,7 +209,7 @@ def test_atlas_draws_the_centre_tokens_response_to_impulses():
         torch.testing.assert_close(drawn, response[:, head].reshape(7, 5))
         low, high = images[2 + head].get_clim()
         assert low == -high < 0
-    with pytest.raises(ValueError, match="this model has none"):
+    with pytest.raises(ValueError, match="this model has a different mixer"):
         analysis.kernel_atlas(build("", mixer="attention"), 32)
 
 

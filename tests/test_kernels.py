@@ -154,7 +154,7 @@ def test_constant_image_stays_constant_through_a_convex_mixer() -> None:
 
 
 def test_errors_say_what_was_expected() -> None:
-    with pytest.raises(ValueError, match=r"must have one shape, got \(2, 3\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 3\) and \(3,\)"):
         timm_ssog.axis_kernels(torch.zeros(2, 3), torch.ones(3), 4)
     for length, reference_length in [(0, 4), (-1, 4), (4, 0), (4, -2.0), (4, float("nan"))]:
         with pytest.raises(ValueError, match=rf"length={length} and reference_length={reference_length}"):

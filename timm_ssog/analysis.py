@@ -30,15 +30,16 @@ GROWTH_IMAGES = 8
 """Images that the growth over the depth is measured at in `ode_report`."""
 
 STEP_PARTS = 8
-"""Steps of rk4 within one step of a model that stand for the exact flow over it."""
+"""Steps of rk4 within one step of a model that stand for the exact flow over that step."""
 
 
 @torch.no_grad()
 def trace_solve(model: OdeVitSsog, images: Tensor, keep_states: bool = False) -> SolveTrace:
     """Solve a continuous model for images and report what the solver did.
 
-    For a fixed-step method the error estimate is by step doubling: the largest root mean square over an image of the
-    difference to twice the steps, over ``1 - 2^-order``. For an adaptive one it is its own scaled estimate.
+    For a fixed-step method the error is estimated by step doubling: the largest root mean square over an image of the
+    difference from a solve with twice the steps, over ``1 - 2^-order``. For an adaptive method it is the method's own
+    scaled estimate.
 
     Args:
         model: The model, with the solver settings to look at.
@@ -107,8 +108,8 @@ class OdeReport:
         if self.converges:
             return f"The solution converges: {self.trained} is {distance} away from the exact flow."
         return (
-            f"Not a solution of its equation: {self.trained} is {distance} away from the exact flow. The net has "
-            f"adapted to its step grid; before reading it as an ODE, {self.remedy}."
+            f"Not a solution of its equation: {self.trained} is {distance} away from the exact flow. The network has "
+            f"adapted to its step grid; before you treat it as an ODE, {self.remedy}."
         )
 
     def __str__(self) -> str:
@@ -148,8 +149,8 @@ def ode_report(
 
     The exact flow is rk4 with `REFERENCE_STEPS` steps. *Drift* is the root mean square difference of the logits over
     the reference logits' standard deviation, *flips* the share of predictions that differ. The model passes as an ODE
-    if the setting it stands in is within ``max_drift`` and ``max_flips`` of the exact flow (after "ResNet After All",
-    arXiv 2007.15386). The *error per step* says where along the path the distance comes from: how far that setting is
+    if its current setting is within ``max_drift`` and ``max_flips`` of the exact flow (after "ResNet After All",
+    arXiv 2007.15386). The *error per step* shows where along the path the distance arises: how far this setting is
     from the exact flow after one step (or the interval to the next feature time) from the state it has reached, as root
     mean squares, over that state. For a model with ``norm_layer="centrenorm"``, whose certificate is of use, the report
     also has the certified *growth* over the depth and the largest that is reached at the first `GROWTH_IMAGES` images.
@@ -254,7 +255,7 @@ def _distance(logits: Tensor, reference: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class AnytimeRow:
-    """A way of solving a trained model: evaluations for an image (mean, least, most), accuracy and flips in fractions.
+    """A way to solve a trained model: evaluations per image (mean, least, most), accuracy and flips as fractions.
 
     ``setting`` is the number of steps of a fixed-step method, or the tolerance of an adaptive one.
     """
@@ -270,7 +271,7 @@ class AnytimeRow:
 
 @dataclass(frozen=True)
 class Anytime:
-    """What a trained continuous model is worth at how many evaluations of its velocity; see `anytime`."""
+    """Accuracy of a trained continuous model against evaluations of its velocity; see `anytime`."""
 
     trained: str
     trained_evaluations: float
@@ -312,24 +313,24 @@ def anytime(
     solvers: Sequence[str] = (*TABLEAUS, "bosh3"),
     tolerances: Sequence[float] = (1.0, 0.3, 0.1, 0.03, 0.01),
 ) -> Anytime:
-    """Measure a trained model's accuracy against the evaluations of its velocity that inference is given.
+    """Measure a trained model's accuracy against the evaluations of its velocity that inference spends.
 
-    Every solver runs on the same weights. Adaptive ones solve each image by itself, so that every image is given the
+    Every solver runs on the same weights. Adaptive ones solve each image by itself, so that every image gets the
     evaluations that it needs; *flips* are predictions that differ from those of the exact flow (`ode_report`).
 
     Args:
         model: A trained model, in the solver setting it was trained with.
         images: (batch, in_chans, height, width).
         labels: (batch,).
-        evaluations: Budgets of the fixed-step methods; one that a method can't spend in whole steps is left out.
+        evaluations: Budgets of the fixed-step methods; a method skips those it can't spend in whole steps.
         solvers: Fixed-step methods, and adaptive ones that solve per sample.
-        tolerances: Of the adaptive ones, relative and absolute.
+        tolerances: Tolerances of the adaptive ones, relative and absolute.
 
     Returns:
         The rows, which print as a table; `draw_anytime` draws them.
 
     Raises:
-        ValueError: if the model is not a continuous one, a solver is unknown, or there is not one label an image.
+        ValueError: if the model is not a continuous one, a solver is unknown, or there is not one label per image.
     """
     _require_continuous(model)
     if not len(images) or labels.shape != (len(images),):
@@ -352,7 +353,7 @@ def anytime(
         for solver in solvers:
             if solver not in TABLEAUS:
                 for tolerance in tolerances:
-                    # one step, so that the solve need not stop on its way
+                    # one step, so that the solve need not stop in between
                     alone: dict[str, Any] = {"solver_steps": 1, "adjoint": False, "per_sample": True}
                     with _solving(model, solver=solver, rtol=tolerance, atol=tolerance, **alone):
                         end, _, traces = model.solve(model.embed(images), [], 1)
@@ -395,7 +396,7 @@ def draw_anytime(result: Anytime) -> Figure:
     axis.set_xscale("log", base=2)
     ticks = sorted({row.least for row in result.rows if row.solver in TABLEAUS})
     axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
-    axis.set(xlabel="evaluations of the velocity for an image", ylabel="top-1 accuracy, %")
+    axis.set(xlabel="evaluations of the velocity per image", ylabel="top-1 accuracy, %")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=8)
     return figure
@@ -403,7 +404,7 @@ def draw_anytime(result: Anytime) -> Figure:
 
 @torch.no_grad()
 def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
-    """Draw, for each block (rows) and head (columns), the weights with which the centre token looks at all tokens.
+    """Draw, for each block (row) and head (column), the weights with which the centre token looks at all tokens.
 
     Args:
         model: A model with SSoG mixers.
@@ -419,7 +420,7 @@ def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
     height, width = model.patch_embed.dynamic_feat_size(size)
     mixers = [module for module in model.modules() if isinstance(module, SeparableMixer)]
     if not mixers:
-        raise ValueError("kernel_atlas draws SSoG kernels, and this model has none; its mixer is another one.")
+        raise ValueError("kernel_atlas draws SSoG kernels, but this model has a different mixer.")
     heads = mixers[0].num_heads
     row, column = height // 2, width // 2
     figure, axes = panels(len(mixers), heads, size=1.7)
@@ -443,23 +444,24 @@ def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
 
 
 def receptive_field(model: VitSsog, images: Tensor) -> Figure:
-    """Draw how much each pixel moves the centre token behind the last block, on average over images.
+    """Draw how much each pixel moves the centre token after the last block, on average over images.
 
     The effective receptive field of Luo et al. (arXiv 1701.04128), as the root mean square over images and channels of
-    the Jacobian of the token by the pixels; a random sign per channel of the token stands for the sum over them.
+    the Jacobian of the token with respect to the pixels; a random sign per channel of the token replaces the sum over
+    channels.
 
     Args:
         model: Any of this package's models.
         images: (batch, in_chans, height, width).
 
     Returns:
-        A matplotlib figure, logarithmic, relative to the pixel of largest effect.
+        A matplotlib figure, logarithmic, relative to the pixel with the largest effect.
 
     Raises:
         ValueError: if there is no image.
     """
     if not len(images):
-        raise ValueError("receptive_field averages over images, and got none.")
+        raise ValueError("receptive_field averages over images, but got none.")
     with _evaluating(model), torch.enable_grad():
         pixels = images.detach().clone().requires_grad_()
         end, _ = model.evolve(model.embed(pixels), [], model.num_steps)
@@ -498,7 +500,7 @@ def trajectory(model: VitSsog, images: Tensor) -> Figure:
     figure, axes = panels(1, 2, size=3.2)
     for axis, times, lines, label in (
         (axes[0][0], depth, distance, "distance from the embedding"),
-        (axes[0][1], depth[1:], speed, "mean speed since the step before"),
+        (axes[0][1], depth[1:], speed, "mean speed since the previous step"),
     ):
         axis.plot(times, lines.cpu().numpy(), color="tab:blue", alpha=0.25, linewidth=0.8)
         axis.plot(times, lines.mean(1).cpu().numpy(), color="tab:blue", linewidth=2, label="mean")
@@ -513,7 +515,7 @@ def panels(rows: int, columns: int, size: float = 1.1) -> tuple[Figure, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # without pyplot, which would choose a window system and keep every figure alive
+    # not with pyplot, which would choose a GUI backend and keep every figure alive
     figure = Figure(figsize=(size * columns + 0.8, size * rows + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)

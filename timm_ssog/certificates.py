@@ -1,8 +1,8 @@
-"""Certificates of stability: what bounds how far two inputs of a block, or of a whole depth, can be driven apart.
+"""Certificates of stability: bounds on how far a block, or a whole depth, can drive two inputs apart.
 
-Everything here is about the exact function that a model in eval mode stands for, in the 2-norm over all tokens and
-channels (that of the flattened state). Bounds are computed in float64 from the parameters and the kernels as the model
-holds them, whatever their dtype; what the model itself rounds in a forward pass is not part of them.
+Everything here is about the exact function that a model in eval mode represents, in the 2-norm over all tokens and
+channels (that of the flattened state). Bounds are computed in float64 from the parameters and kernels that the model
+holds, whatever their dtype; rounding in the model's own forward pass is not part of them.
 
 The composition, with the mixer branch u = mixer(norm1) and the MLP branch w = mlp(norm2) of a block:
 
@@ -57,8 +57,8 @@ _NOT_LIPSCHITZ = (
     "dot-product self-attention is not globally Lipschitz (Kim, Papamakarios and Mnih, ICML 2021, arXiv 2006.04710)"
 )
 _BOUNDED_INPUT = (
-    "; behind a LayerNorm, whose output is bounded, a finite constant does exist, but it is no product of parts and is "
-    "not computed here"
+    "; after a LayerNorm, whose output is bounded, a finite constant does exist, but it is not a product of parts and "
+    "is not computed here"
 )
 
 
@@ -68,7 +68,7 @@ class OperatorNorm:
 
     Attributes:
         grid: (height, width), in cells.
-        value: The norm: the largest of ``heads``, as heads act on channels of their own.
+        value: The norm: the largest of ``heads``, as each head acts on its own channels.
         kind: ``"exact"`` (of the dense operator, up to outward rounding) or ``"upper bound"``.
         product_bound: ``sum_m |amplitude_m| * norm(row kernel_m) * norm(column kernel_m)``, the largest over heads.
         heads: Norm or bound of every head.
@@ -89,15 +89,15 @@ class BlockCertificate:
     """Global Lipschitz bounds of one block on one grid.
 
     Attributes:
-        name: Name of the block in the model, and the loop where loops differ.
+        name: Name of the block in the model, and the loop if loops differ.
         operator: Norm of the mixing operator; None for mixers without a fixed one.
         factors: Constants of the parts. ``norm1`` and ``norm2`` are those of the bare norms; their weights are folded
-            into the linear map behind them (``value``, or ``proj value`` where nothing is mixed; ``fc1``).
-        mixer_bound: Of u, the mixer behind its norm: the product of its factors.
-        mlp_bound: Of w, the MLP behind its norm: ``norm2 * (fc2 fc1 / 2 + (activation - 1/2) * fc2 * fc1)``.
-        velocity_bound: Of ``delta``: ``u + w (1 + u)``.
-        map_bound: Of the block, ``x + delta(x)``: one more.
-        reason: Why there is no finite bound; None where there is one.
+            into the linear map after them (``value``, or ``proj value`` where nothing is mixed; ``fc1``).
+        mixer_bound: Bound of u, the mixer after its norm: the product of its factors.
+        mlp_bound: Bound of w, the MLP after its norm: ``norm2 * (fc2 fc1 / 2 + (activation - 1/2) * fc2 * fc1)``.
+        velocity_bound: Bound of ``delta``: ``u + w (1 + u)``.
+        map_bound: Bound of the block, ``x + delta(x)``: one more.
+        reason: Why there is no finite bound; None if there is one.
     """
 
     name: str
@@ -121,31 +121,31 @@ class BlockCertificate:
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """What can be proved about a model's depth on one grid, from the embedded image to the state behind the last step.
+    """What can be proved about a model's depth on one grid, from the embedded image to the state after the last step.
 
     ``solution_unique`` and ``informative`` are two statements, and the first says nothing about the second. *Unique*:
     the velocity ``delta`` has a finite global Lipschitz constant, so ``dx/dt = delta(x)`` has exactly one solution on
     the whole interval (Picard-Lindelöf), however large the constant. For a discrete or looped model this is about the
     continuous one with the same velocity. False means that nothing is certified, not that there are several solutions.
     *Informative*: the certified growth over the depth is at most `INFORMATIVE_GROWTH`, so that a perturbation of a
-    thousandth of the state provably stays below the size of the state. Beyond, the bound is true and of no practical
-    use.
+    thousandth of the state provably stays below the size of the state. Above that, the bound is true but of no
+    practical use.
 
     Attributes:
         depth: ``"discrete"``, ``"looped"`` or ``"continuous"``.
         grid: (height, width), in cells.
         steps: Length of the depth: blocks, loops, or the horizon.
-        blocks: One report per block; per loop and block where loops have norms of their own.
-        operator_kind: ``"exact"``, or ``"upper bound"`` if that of any block is one; None without a fixed operator.
+        blocks: One report per block; per loop and block if loops have their own norms.
+        operator_kind: ``"exact"``, or ``"upper bound"`` if that of any block is; None without a fixed operator.
         velocity_bound: Global Lipschitz bound of the velocity: the largest over blocks.
         step_threshold: Euler's method maps different states to different states for steps below it: one over the bound.
         growth: Bound of the factor by which the distance of two states can grow over the depth: ``exp(L T)`` for the
-            exact solution of a continuous model, the product of ``1 + L`` over all steps else. Infinite where float64
+            exact solution of a continuous model, else the product of ``1 + L`` over all steps. Infinite if float64
             can't hold it; with input injection it also counts what the injection adds.
-        log10_growth: Its decimal logarithm, finite wherever the bound is.
+        log10_growth: Its decimal logarithm, finite whenever the bound is.
         solution_unique: See above.
         informative: See above.
-        reason: Why there is no certificate; None where there is one.
+        reason: Why there is no certificate; None if there is one.
     """
 
     depth: str
@@ -192,7 +192,7 @@ class Certificate:
 
 
 def certify(model: nn.Module, image_size: int | tuple[int, int]) -> Certificate:
-    """Certify a model's depth for images of one size, by the composition that the module's docstring gives.
+    """Certify a model's depth for images of one size, by the composition in the module's docstring.
 
     For a continuous model the growth is that of the exact solution; a solver adds its own error to it.
 
@@ -201,7 +201,7 @@ def certify(model: nn.Module, image_size: int | tuple[int, int]) -> Certificate:
         image_size: Height and width, in pixels.
 
     Raises:
-        TypeError: if the model is none of ours.
+        TypeError: if the model is not one of this package.
         ValueError: if the image size does not fit the patch size, or a parameter is NaN or infinite.
     """
     vit = _require_ours(model, "certify")
@@ -212,7 +212,7 @@ def certify(model: nn.Module, image_size: int | tuple[int, int]) -> Certificate:
 
     looped = isinstance(vit, LoopedVitSsog)
     loops, modulations = (vit.loops, vit.loop_modulation) if looped else (1, None)
-    # loops beyond the trained ones repeat the last of those
+    # loops beyond the trained ones repeat the last trained one
     distinct_loops = 1 if modulations is None else min(loops, vit.trained_loops)
     reports: list[list[BlockCertificate]] = []
     for loop in range(distinct_loops):
@@ -263,17 +263,17 @@ def certify_block(
 ) -> BlockCertificate:
     """Bound the global Lipschitz constants of a block on one grid, or say why there is none.
 
-    The parts: a linear map has its spectral norm. LayerNorm without its weight is ``z = (x - mean) / s`` with
+    The parts: for a linear map, its spectral norm. LayerNorm without its weight is ``z = (x - mean) / s`` with
     ``s = sqrt(var + eps)``; its Jacobian ``(P - z z^T / d) / s``, P the centring projection, has norm at most
-    ``1 / sqrt(eps)``, attained where all channels are equal: the constant, with the weight at most
+    ``1 / sqrt(eps)``, attained where all channels are equal: this is its constant, with the weight at most
     ``max|weight| / sqrt(eps)``. `CentreNorm` gives its own. An activation with slopes within [1 - m, m] is half the
-    identity plus a rest with slopes below m - 1/2 (m = `GELU_SLOPE` for the exact GELU), whence
+    identity plus a rest with slopes below m - 1/2 (m = `GELU_SLOPE` for the exact GELU), so that
     ``L(fc2 act fc1) <= norm(fc2 fc1) / 2 + (m - 1/2) norm(fc2) norm(fc1)``, never above ``m norm(fc2) norm(fc1)``.
 
     Args:
         block: The block.
-        grid_height: Cells.
-        grid_width: Cells.
+        grid_height: Height of the grid, in cells.
+        grid_width: Width of the grid, in cells.
         modulation: As in `Block.delta`.
         name: Name in the report.
 
@@ -323,17 +323,17 @@ def certify_block(
 def operator_norm(mixer: SeparableMixer, grid_height: int, grid_width: int) -> OperatorNorm:
     """Spectral norm of the operator ``sum_m kron(rows[m], columns[m])`` that a mixer applies on a grid.
 
-    Up to `DENSE_TOKENS` tokens it is the norm of the dense operator. Beyond, it is the smaller of two bounds: the
-    product bound, and the norm of the operator with every amplitude replaced by its absolute value. That one is at
+    Up to `DENSE_TOKENS` tokens it is the norm of the dense operator. Above that, it is the smaller of two bounds: the
+    product bound, and the norm of the operator with every amplitude replaced by its absolute value. That operator is at
     least as large in every entry and has no negative ones, so its norm is no smaller; and the norm of a matrix B
     without negative entries is bounded by any positive vector x, ``norm(B)^2 <= max_i (B^T B x)_i / x_i`` (Collatz and
     Wielandt; Horn and Johnson, Matrix Analysis, theorem 8.1.26), ever more tightly under power iteration and at the
     cost of the separable form.
 
     Args:
-        mixer: The mixer, whose own kernels on that grid are taken.
-        grid_height: Cells.
-        grid_width: Cells.
+        mixer: The mixer, whose own kernels on that grid are used.
+        grid_height: Height of the grid, in cells.
+        grid_width: Width of the grid, in cells.
 
     Raises:
         ValueError: if the kernels hold NaN or infinity.
@@ -346,7 +346,7 @@ def operator_norm(mixer: SeparableMixer, grid_height: int, grid_width: int) -> O
     tokens = grid_height * grid_width
     if tokens <= DENSE_TOKENS:
         kind = "exact"
-        # amplitudes of both signs cancel, which leaves rounding errors of the size of what was summed
+        # amplitudes of both signs cancel, which leaves rounding errors as large as those of the summands
         rounding = rows.shape[1] * torch.finfo(torch.float64).eps * product_bound
         norms = torch.minimum(spectral_norm(dense_operator(rows, columns)) + rounding, product_bound)
     else:
@@ -358,10 +358,10 @@ def operator_norm(mixer: SeparableMixer, grid_height: int, grid_width: int) -> O
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:
-    """Largest singular value of float64 matrices (..., m, n), rounded outward by more than its computation can err.
+    """Largest singular value of float64 matrices (..., m, n), rounded outward by more than the error of computing it.
 
     It is the root of the largest eigenvalue of the smaller Gram matrix, whose entries are off by at most
-    ``max(m, n) eps`` of what they sum, and its eigenvalues by ``min(m, n)`` times that.
+    ``max(m, n) eps`` of what they sum, and whose eigenvalues are off by ``min(m, n)`` times that.
     """
     m, n = matrix.shape[-2:]
     gram = matrix @ matrix.mT if m <= n else matrix.mT @ matrix
@@ -370,24 +370,24 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 
 
 def local_lipschitz(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """Measure how far each block's velocity stretches differences at the states that given images run through.
+    """Measure how far each block's velocity stretches differences at the states that given images pass through.
 
     The local constant of ``delta`` at a state is the spectral norm of its Jacobian there. Power iteration on J^T J in
     float64, per image, approaches it from below: the result is never above the certified bound. The states are the
-    inputs of every block of a discrete model, of every block in every loop of a looped one, and those at the beginning
+    inputs of every block of a discrete model, of every block in every loop of a looped one, and those at the start
     of every step of a continuous one (of ``solver_steps`` equal intervals, whatever the solver).
 
     Args:
         model: A `VitSsog`, `LoopedVitSsog` or `OdeVitSsog`, in eval mode, on a device that has float64.
         images: (batch, in_chans, height, width).
         iterations: Steps of the power iteration, at least one.
-        seed: Of the random directions that it starts from.
+        seed: Seed of the random directions that it starts from.
 
     Returns:
-        For each block's name (states, batch), float64, on the model's device.
+        (states, batch) by the name of each block, float64, on the model's device.
 
     Raises:
-        TypeError: if the model is none of ours.
+        TypeError: if the model is not one of this package.
         ValueError: if the model is in training mode, the images do not fit it, or ``iterations`` is below one.
     """
     vit = _require_measurable(model, "local_lipschitz", iterations)
@@ -409,13 +409,13 @@ def local_growth(model: nn.Module, images: Tensor, iterations: int = 20, seed: i
         model: A `VitSsog`, `LoopedVitSsog` or `OdeVitSsog`, in eval mode, on a device that has float64.
         images: (batch, in_chans, height, width).
         iterations: Steps of the power iteration, at least one.
-        seed: Of the random directions that it starts from.
+        seed: Seed of the random directions that it starts from.
 
     Returns:
         (batch,), float64, on the model's device.
 
     Raises:
-        TypeError: if the model is none of ours.
+        TypeError: if the model is not one of this package.
         ValueError: if the model is in training mode, the images do not fit it, or ``iterations`` is below one.
     """
     vit = copy.deepcopy(_require_measurable(model, "local_growth", iterations)).double().requires_grad_(False)
@@ -433,7 +433,7 @@ def _require_measurable(model: nn.Module, name: str, iterations: int) -> Any:
     vit = _require_ours(model, name)
     require_positive_int("iterations", iterations)
     if vit.training:
-        raise ValueError(f"{name} needs a model in eval mode, as dropout is no fixed function: call model.eval().")
+        raise ValueError(f"{name} needs a model in eval mode, because dropout is random: call model.eval().")
     return vit
 
 
@@ -469,7 +469,7 @@ def _visited_states(model: VitSsog, images: Tensor) -> list[tuple[int, Tensor, T
 def _jacobian_norm(
     block: Block, state: Tensor, modulation: Tensor | None, iterations: int, generator: torch.Generator
 ) -> Tensor:
-    """Lower bounds (batch,) of the norm of the Jacobian of ``delta``, each image's by itself."""
+    """Lower bounds (batch,) of the norm of the Jacobian of ``delta``, for each image by itself."""
     kernels = block.mixer.kernels(state.shape[1], state.shape[2])
     kernels = None if kernels is None else tuple(kernel.detach().double() for kernel in kernels)
     modulation = None if modulation is None else modulation.detach().double()
@@ -486,7 +486,7 @@ def _largest_stretch(outputs: Tensor, inputs: Tensor, iterations: int, generator
     direction = torch.randn(inputs.shape, generator=generator, dtype=torch.float64).to(inputs.device)
     direction = direction / _norms(direction)
     best = torch.zeros(inputs.shape[0], dtype=torch.float64, device=inputs.device)
-    # J^T probe is linear in the probe: differentiated by it once more, it gives J without a second forward pass
+    # J^T probe is linear in the probe: its derivative with respect to it gives J without a second forward pass
     probe = torch.zeros_like(outputs, requires_grad=True)
     (pulled_back,) = torch.autograd.grad(outputs, inputs, probe, create_graph=True)
     for _ in range(iterations):
@@ -510,14 +510,14 @@ def _majorant_bound(rows: Tensor, columns: Tensor, iterations: int = 20) -> Tens
         image = torch.einsum("hmik,hij,hmjl->hkl", rows, image, columns)
         best = torch.minimum(best, (image / vector).amax((1, 2)))
         largest = image.amax((1, 2), keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
-        vector = (image / largest).clamp(min=1e-6)  # any positive vector bounds; tiny entries only delay
-    # sums of that many terms, none negative, so that their relative error is that small
+        vector = (image / largest).clamp(min=1e-6)  # any positive vector gives a bound; tiny entries only slow it down
+    # sums of that many terms, none of them negative, which bounds their relative error
     terms = 2 * rows.shape[1] * (rows.shape[-1] + columns.shape[-1])
     return best.sqrt() * (1 + terms * torch.finfo(rows.dtype).eps)
 
 
 def _norm_parts(norm: nn.Module, dim: int, scale: Tensor | None) -> tuple[float, Tensor]:
-    """Constant of the bare norm, and the linear map (dim, dim) behind it: its weight times the centring projection."""
+    """Constant of the bare norm, and the linear map (dim, dim) after it: its weight times the centring projection."""
     weight = torch.ones(dim, dtype=torch.float64)
     if isinstance(norm, nn.LayerNorm | CentreNorm) and norm.weight is not None:
         weight = _float64(norm.weight)
@@ -568,7 +568,7 @@ def _require_ours(model: nn.Module, caller: str) -> Any:
     if not isinstance(model, VitSsog):
         raise TypeError(
             f"{caller} takes a vit_ssog model (VitSsog, LoopedVitSsog or OdeVitSsog), got {type(model).__name__}. "
-            f"Where it wraps such a model (torch.compile, DistributedDataParallel), pass the model within."
+            f"If it wraps such a model (torch.compile, DistributedDataParallel), pass the model inside."
         )
     return model
 
@@ -578,7 +578,7 @@ def _grid(model: VitSsog, image_size: int | tuple[int, int]) -> tuple[int, int]:
     require_positive_int("image_size", height)
     require_positive_int("image_size", width)
     patch: Any = model.patch_embed.patch_size
-    # shape only: the check is the one that images themselves go through
+    # shape only: this is the check that images themselves go through
     image = torch.empty(1, model.in_chans, height, width, device="meta")
     check_image(image, model.in_chans, patch[0], patch[1], model.patch_embed.dynamic_img_pad)
     return math.ceil(height / patch[0]), math.ceil(width / patch[1])

@@ -13,17 +13,17 @@ IMPLEMENTATIONS = ("auto", "naive", "eager", "fused")
 def separable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, implementation: str = "auto") -> Tensor:
     """Mix values over a token grid with a sum of separable kernels: ``Y = sum_m rows[m] @ V @ columns[m].T`` per head.
 
-    Differentiable in all three arguments; amplitudes belong into the row kernels. Runs in the dtype of the values, or
-    in autocast's where that is on. Cost O(M N (H + W)) multiply-adds per channel (DESIGN.md, section 1).
+    Differentiable in all three arguments; amplitudes belong in the row kernels. Runs in the dtype of the values, or
+    in autocast's if that is on. Costs O(M N (H + W)) multiply-adds per channel (DESIGN.md, section 1).
 
     Args:
-        values: (batch, height, width, heads, head_dim), floating.
+        values: (batch, height, width, heads, head_dim), floating point.
         row_kernels: (heads, components, height, height), indexed (query row, source row).
         column_kernels: (heads, components, width, width), indexed (query column, source column).
         implementation: ``"naive"`` (the definition, O(N^2)), ``"eager"`` (batched matrix products), ``"fused"`` (Triton
             kernels, on CUDA; with ``TRITON_INTERPRET=1`` on the CPU too) or ``"auto"``: fused on CUDA where it can
-            run, else eager. Exported and traced models, forward-mode derivatives and those of
-            ``torch.func`` take eager.
+            run, else eager. Exported and traced models, forward-mode derivatives and those of ``torch.func`` use
+            eager.
 
     Returns:
         (batch, height, width, heads, head_dim).
@@ -57,7 +57,7 @@ def select_implementation(device: torch.device) -> tuple[str, str]:
 def _run(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, implementation: str) -> Tensor:
     require_choice("implementation", implementation, IMPLEMENTATIONS)
     device = values.device.type
-    # the question whether a kind of device has autocast at all stops a graph of torch 2.7
+    # in torch 2.7, asking whether a device type has autocast at all breaks the graph
     has_autocast = device != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device)
     if values.dtype != torch.float64 and has_autocast and torch.is_autocast_enabled(device):
         values = values.to(torch.get_autocast_dtype(device))
@@ -71,8 +71,8 @@ def _run(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, implementa
 
 
 def _prefers_fused(values: Tensor) -> bool:
-    """Whether ``"auto"`` takes the kernels: on a GPU that has them, for whatever they can do."""
-    # a graph that leaves this process must not need this package, let alone a kernel for one kind of device
+    """Whether ``"auto"`` takes the fused kernels: on a GPU that can run them, for everything they support."""
+    # a graph that leaves this process must not need this package, let alone a kernel for one type of device
     if values.device.type in ("cpu", "meta") or is_captured():
         return False
     return fused.logged_obstacle(values.device, values.dtype) is None
@@ -83,15 +83,15 @@ def _require_fused(values: Tensor) -> None:
     if obstacle:
         raise ValueError(
             f"implementation='fused' cannot run on {values.dtype} values on {values.device}: {obstacle}. Use 'auto', "
-            f"which takes the fused kernels where it can."
+            f"which takes the fused kernels where they can run."
         )
 
 
 def _check(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> None:
     if values.dim() != 5 or not values.is_floating_point():
         raise ValueError(
-            f"values must be a floating tensor (batch, height, width, heads, head_dim), got {values.dtype} of shape "
-            f"{list(values.shape)}."
+            f"values must be a floating-point tensor (batch, height, width, heads, head_dim), got {values.dtype} of "
+            f"shape {list(values.shape)}."
         )
     _check_kernels("row_kernels", "height", row_kernels, values, values.shape[1])
     _check_kernels("column_kernels", "width", column_kernels, values, values.shape[2])
@@ -110,11 +110,11 @@ def _check_kernels(name: str, axis: str, kernels: Tensor, values: Tensor, length
         )
     if kernels.shape[2] != length or kernels.shape[3] != length:
         raise ValueError(
-            f"{name} must be square of the values' {axis} {length}, got shape {list(kernels.shape)}; build them for "
+            f"{name} must be square, of the values' {axis} {length}, got shape {list(kernels.shape)}; build them for "
             f"this grid with timm_ssog.axis_kernels."
         )
     if not kernels.is_floating_point() or kernels.device != values.device:
         raise ValueError(
-            f"{name} must be floating and on the values' device {values.device}, got {kernels.dtype} on "
-            f"{kernels.device}."
+            f"{name} must have a floating-point dtype and be on the values' device {values.device}, got "
+            f"{kernels.dtype} on {kernels.device}."
         )

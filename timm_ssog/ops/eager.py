@@ -5,7 +5,7 @@ Two forms. *Stacked* holds the components of a head in one matrix and needs two 
     T[(i, m), (l, d)] = A[(i, m), k] V[k, (l, d)]          Y[i][j, d] = B[j, (m, l)] T[i][(m, l), d]
 
 where the row order (i, m) makes every T[i] a ready (m, l) x d matrix: no copy between the products. *Dense* builds the
-N x N operator of each head and needs one. `prefers_dense` says which is cheaper; only small grids are dense.
+N x N operator of each head and needs one product. `prefers_dense` says which is cheaper; only small grids are dense.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from timm_ssog.ops.capture import is_captured
 
-# Weights of the cost rule, from CPU timings that examples/lab/mixing_cost.py repeats and refits, in tenths: a
+# Weights of the cost rule, in tenths, from CPU timings that examples/lab/mixing_cost.py repeats and refits. A
 # multiply-add of the stacked form takes as long as this many of the dense form (small products, an intermediate M times
-# the input)
+# the input).
 STACKED_COST = 25
-# ... and so many per component and entry go into building the dense operator, whatever the batch.
+# Building the dense operator takes as long as this many per component and entry, whatever the batch.
 BUILD_COST = 250
 
-# On the CPU the stacked form takes heads one by one, so that the M-fold intermediate of each stays in the cache; where
-# that of all heads has at most this many bytes, one product of them all is faster, for tiny models twice as fast.
+# On the CPU the stacked form takes heads one by one, so that the M-fold intermediate of each stays in the cache. If the
+# intermediate of all heads has at most this many bytes, one product for all is faster, for tiny models twice as fast.
 CACHE_BYTES = 3 << 19
 
 
@@ -31,8 +31,8 @@ def prefers_dense(batch: int, height: int, width: int, head_dim: int, components
     """Whether the dense form is expected to beat the stacked one, by weighted multiply-adds per token and head.
 
     Forward, the dense form takes N columns and the stacked one M (H + W); backward (two dense products against five
-    stacked ones of half the size each) 2 N against 2.5 M (H + W). A column is one entry of the batch and head. In
-    integers, because torch.compile can't take symbolic sizes through floats within an autograd function.
+    stacked ones of half the size each) 2 N against 2.5 M (H + W). A column is one entry of the batch and head. The rule
+    uses integers, because torch.compile can't take symbolic sizes through floats within an autograd function.
     """
     tokens = height * width
     columns = batch * head_dim
@@ -42,7 +42,7 @@ def prefers_dense(batch: int, height: int, width: int, head_dim: int, components
 
 
 def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
-    """Mix values, saving for the backward pass nothing but the three inputs; shapes as in `timm_ssog.separable_mix`."""
+    """Mix values, saving only the three inputs for the backward pass; shapes as in `timm_ssog.separable_mix`."""
     inputs = (values, row_kernels, column_kernels)
     if is_captured():
         return _exportable_mix(*inputs)
@@ -52,7 +52,7 @@ def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
 
 
 def stacked_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
-    """The stacked form for all heads at once, in plain operators that scripting and export understand."""
+    """The stacked form for all heads at once, in standard operators that scripting and export understand."""
     row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
     return _stacked(_planes(values), row_stack, column_stack).permute(1, 2, 3, 0, 4)
 
@@ -60,8 +60,8 @@ def stacked_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> 
 def _exportable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """The stacked form with its row kernels copied for every image.
 
-    Broadcast over a batch of one, they would make the graph hold for that batch alone: torch asks whether the batch is
-    one to lay out the broadcast operand.
+    If they were broadcast over a batch of one, the graph would hold for that batch only: to lay out the broadcast
+    operand, torch asks whether the batch is one.
     """
     row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
     row_stack = row_stack.repeat(1, values.shape[0], 1, 1)
@@ -71,14 +71,14 @@ def _exportable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor)
 def stacked_mix_backward(
     grad: Tensor, values: Tensor, row_kernels: Tensor, column_kernels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `stacked_mix`, with both M-fold intermediates (of V and of the gradient) made anew."""
+    """Gradients of `stacked_mix`, with both M-fold intermediates (of V and of the gradient) computed again."""
     row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
     of_planes, of_rows, of_columns = _stacked_backward(_planes(grad), _planes(values), row_stack, column_stack)
     return of_planes.permute(1, 2, 3, 0, 4), _unstack(of_rows, row_kernels), _unstack(of_columns, column_kernels)
 
 
 def dense_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
-    """The dense form: one product a head with its N x N operator."""
+    """The dense form: one product per head, with its N x N operator."""
     operator = _dense_operator(row_kernels, column_kernels).to(values.dtype)
     return _apply(operator, values)
 
@@ -86,7 +86,7 @@ def dense_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Te
 def dense_mix_backward(
     grad: Tensor, values: Tensor, row_kernels: Tensor, column_kernels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `dense_mix`, with the operator built anew."""
+    """Gradients of `dense_mix`, with the operator built again."""
     height, width, heads = values.shape[1:4]
     operator = _dense_operator(row_kernels, column_kernels).to(values.dtype)
     grad_values = _apply(operator.mT, grad)
@@ -122,7 +122,7 @@ def _unstack(stack: Tensor, like: Tensor) -> Tensor:
 
 
 def _stacked(planes: Tensor, row_stack: Tensor, column_stack: Tensor) -> Tensor:
-    """Mix planes (heads, batch, height, width, head_dim); first operands of full shape are what FLOP counters count."""
+    """Mix planes (heads, batch, height, width, head_dim); FLOP counters count first operands of full shape."""
     heads, batch, height, width, head_dim = planes.shape
     row_stack = row_stack.expand(heads, batch, row_stack.shape[2], height)
     mixed = torch.matmul(row_stack, planes.reshape(heads, batch, height, width * head_dim))
@@ -148,7 +148,7 @@ def _stacked_backward(
 
 
 def _stacked_by_head(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
-    """A head at a time: its M-fold intermediate stays in the cache, its kernels broadcast without a copy."""
+    """Mix one head at a time: its M-fold intermediate stays in the cache, its kernels broadcast without a copy."""
     row_stack, column_stack = _stacks(row_kernels, column_kernels, values.dtype)
     heads = zip(_planes(values).split(1), row_stack.split(1), column_stack.split(1), strict=True)
     return torch.cat([_stacked(*head).permute(1, 2, 3, 0, 4) for head in heads], 3)
@@ -168,7 +168,7 @@ def _stacked_backward_by_head(
 
 
 def _apply(operator: Tensor, values: Tensor) -> Tensor:
-    """Multiply the tokens of each head by its N x N matrix; on the CPU a head at a time, which reads them in place."""
+    """Multiply the tokens of each head by its N x N matrix; on the CPU head by head, which reads them in place."""
     batch, height, width, heads, head_dim = values.shape
     if values.device.type == "cpu":
         tokens = values.reshape(batch, height * width, heads, head_dim).unbind(2)

@@ -7,7 +7,7 @@ FARTHEST = 1e6
 """Largest offset, in cells: beyond it float32 no longer tells one cell from the next, and far beyond it overflows."""
 
 NARROWEST = 1e-3
-"""Least width of `axis_kernels`, in cells: below it the nearest cell has all the weight, near zero floats overflow."""
+"""Smallest width of `axis_kernels`, in cells: below it the nearest cell has all weight, near zero floats overflow."""
 
 
 def axis_kernels(
@@ -23,7 +23,7 @@ def axis_kernels(
 
     Args:
         offset: (...) displacement of the component's centre, in cells of the reference grid, up to `FARTHEST`.
-        width: (...) standard deviation, in cells of the reference grid, `NARROWEST` at least.
+        width: (...) standard deviation, in cells of the reference grid, at least `NARROWEST`.
         length: Cells along the axis.
         reference_length: Cells along the axis of the reference grid; ``length`` itself if omitted, so no stretch.
 
@@ -34,7 +34,9 @@ def axis_kernels(
         ValueError: if the shapes differ or a length is below one.
     """
     if offset.shape != width.shape:
-        raise ValueError(f"offset and width must have one shape, got {tuple(offset.shape)} and {tuple(width.shape)}.")
+        raise ValueError(
+            f"offset and width must have the same shape, got {tuple(offset.shape)} and {tuple(width.shape)}."
+        )
     reference_length = length if reference_length is None else reference_length
     if length < 1 or not reference_length > 0:
         raise ValueError(
@@ -49,14 +51,14 @@ def axis_kernels(
 def stretched_kernels(
     offset: Tensor, width: Tensor, length: int, stretch: Tensor, farthest: float = FARTHEST
 ) -> Tensor:
-    """Axis kernels for a stretch held in a tensor, so that nothing waits for the device; see `axis_kernels`.
+    """Axis kernels for a stretch in a tensor, so that nothing waits for the device; see `axis_kernels`.
 
     Args:
         offset: (..., components).
         width: (..., components).
         length: Cells along the axis.
-        stretch: Of a shape that broadcasts with (...): a scalar, or one for each mixer, say.
-        farthest: Offsets beyond it count as this far.
+        stretch: Broadcasts with (...): a scalar, or one per mixer, for example.
+        farthest: Offsets are clamped to this distance.
 
     Returns:
         (..., components, length, length), in memory (..., length, components, length): there the components of a row

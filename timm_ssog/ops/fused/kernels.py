@@ -1,9 +1,9 @@
 """The Triton kernels of the separable mix and of the gradient of its column kernels; the only importer of Triton.
 
 A program works on the planes (height, width) of one head: a few channels at a time, the source columns in chunks. The
-components of a group lie stacked on the row axis of one matrix, so that a chunk of values, read once, makes
+components of a group are stacked along the row axis of one matrix, so that a chunk of values, read once, gives
 T[(m, i), (l, c)] = A[(m, i), k] V[k, (l, c)] for all of them in a product large enough for tensor cores. Rounded and
-turned to T[(i, c), (m, l)] it is at once an operand of the second product. The M-fold intermediate never leaves the
+transposed to T[(i, c), (m, l)], it is an operand of the second product. The M-fold intermediate never leaves the
 multiprocessor.
 """
 
@@ -20,9 +20,9 @@ def _turn(intermediate, GROUP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.const
 
 @triton.jit(do_not_specialize=["height", "width", "heads", "components"])
 def mix_kernel(
-    values,  # (batch, height, width, heads, head_dim), any strides but the last, which is 1
-    rows,  # (heads, components, height, row_pitch): A[m, i, k], zero from k = height on
-    columns,  # (heads, components, width, column_pitch): B[m, j, l] at [m, l, j], zero from j = width on
+    values,  # (batch, height, width, heads, head_dim), any strides except the last, which is 1
+    rows,  # (heads, components, height, row_pitch): A[m, i, k], zero for k >= height
+    columns,  # (heads, components, width, column_pitch): B[m, j, l] at [m, l, j], zero for j >= width
     output,  # (batch, height, width, heads, head_dim), contiguous
     batch_stride,
     row_stride,
@@ -147,9 +147,9 @@ def mix_kernel(
 
 @triton.jit(do_not_specialize=["batch", "height", "width", "heads", "components", "splits"])
 def column_gradient_kernel(
-    grad,  # (batch, height, width, heads, head_dim), any strides but the last, which is 1
+    grad,  # (batch, height, width, heads, head_dim), any strides except the last, which is 1
     values,  # likewise
-    rows,  # (heads, components, height, row_pitch): A[m, i, k], zero from k = height on
+    rows,  # (heads, components, height, row_pitch): A[m, i, k], zero for k >= height
     partial,  # (splits, heads, components, width, width), float32, contiguous: [m, j, l]
     grad_batch_stride,
     grad_row_stride,

@@ -1,9 +1,9 @@
 """The two custom operators of the fused path, differentiable to any order, and how they launch their kernels.
 
-The mix is trilinear, and so closed under differentiation: its derivative by the values is a mix with transposed
-kernels, those by the kernels are one operator, once for columns and once, with the grid transposed, for rows; and the
-derivatives of that operator are mixes and itself again. The layouts are those of the projections around the mixer:
-strided values are read in place, the output is contiguous.
+The mix is trilinear, and so closed under differentiation: its derivative with respect to the values is a mix with
+transposed kernels; those with respect to the kernels are one operator, used for columns and, with the grid transposed,
+for rows; and the derivatives of that operator are mixes and the operator itself. The layouts are those of the
+projections around the mixer: strided values are read in place, the output is contiguous.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from torch.utils.flop_counter import register_flop_formula
 from timm_ssog.ops.fused import support, tables, tuning
 
 PROGRAMS = 528
-"""Programs that share a kernel gradient, about: four on each of 132 multiprocessors. One number for all devices, so
+"""About how many programs share a kernel gradient: four on each of 132 multiprocessors. The same for all devices, so
 that the split, and with it the rounding, does not depend on the card."""
 
 CHUNK_BYTES = 32 << 20
-"""The M-fold mix that the products hold at a time, in bytes: it stays in the second-level cache of a large card."""
+"""Bytes of the M-fold mix that the products hold at a time: it stays in the second-level cache of a large card."""
 
 
 @torch.library.custom_op("timm_ssog::fused_mix", mutates_args=())
@@ -144,7 +144,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], grad: Tensor, values: Tensor, 
 def _as_heads(
     copies: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor], head_axes: Sequence[int]
 ) -> list[Tensor]:
-    """Every copy that vmap asks for as heads of its own, in the tensors' axes of heads."""
+    """The copies that vmap asks for as additional heads, in the tensors' head axes."""
     folded = []
     for dim, tensor, axis in zip(in_dims, tensors, head_axes, strict=True):
         mapped = tensor.expand(copies, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -170,7 +170,7 @@ def _flops(values: Sequence[int], rows: Sequence[int]) -> int:
 
 
 def _readable(values: Tensor) -> Tensor:
-    """The tensor itself unless its channels are apart, which is all that the kernels cannot step over."""
+    """The tensor itself, or a copy if its channels are not adjacent, the only layout that the kernels cannot read."""
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
@@ -187,7 +187,7 @@ def _packed(kernels: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _problem(values: Tensor, rows: Tensor) -> tuple[int, int, int, int, int]:
-    """What the tables are keyed by: bytes an item, longest axis, components, head_dim, shared memory."""
+    """The keys of the tables: bytes per item, longest axis, components, head_dim, shared memory."""
     _, height, width, _, head_dim = values.shape
     available = support.shared_memory(values.device)
     return values.element_size(), max(height, width), rows.shape[1], head_dim, available
@@ -203,7 +203,7 @@ def _is_wide(*tensors: Tensor) -> bool:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Make the tensors' device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -287,7 +287,7 @@ def _launch_column_gradient(grad: Tensor, values: Tensor, rows: Tensor, tile: ta
 
 
 def _column_gradient_by_products(grad: Tensor, values: Tensor, row_kernels: Tensor) -> Tensor:
-    """The gradient as two batched matrix products for some images at a time, summed in float32.
+    """The gradient as two batched matrix products for a few images at a time, summed in float32.
 
     T[i, (m, l), (b, c)] of a source row's products is, with its rows ordered (i, m), already the second operand.
     """
@@ -297,7 +297,7 @@ def _column_gradient_by_products(grad: Tensor, values: Tensor, row_kernels: Tens
     image_bytes = components * values[0].numel() * values.element_size()
     images = max(1, CHUNK_BYTES // image_bytes)
     total = values.new_zeros((heads, width, components * width), dtype=torch.float32)
-    # autocast would round float32 products, if backward is called under it
+    # autocast would round float32 products if backward is called under it
     with torch.autocast(values.device.type, enabled=False):
         for some_values, some_grad in zip(values.split(images), grad.split(images), strict=True):
             sources = some_values.permute(3, 1, 2, 0, 4).reshape(heads, height, -1)

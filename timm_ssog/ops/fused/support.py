@@ -1,4 +1,4 @@
-"""Where the fused path can run, without importing Triton where it cannot."""
+"""Where the fused path can run, found without importing Triton where it cannot."""
 
 import functools
 import importlib.util
@@ -24,16 +24,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run on tensors of a device, or None where they can."""
+    """Why the kernels cannot run on tensors of a device, or None if they can."""
     if dtype not in DTYPES:
         return f"the kernels compute in float32, bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
     return _device_obstacle(device.type, device.index)
 
 
 def transform_obstacle() -> str | None:
-    """Why the operators cannot be differentiated as is being done right now, or None."""
-    # torch drops tangents at a custom operator without a word, and its reverse-mode transforms refuse one. While torch
-    # compiles, both stacks are those of the traced code, and guarded: the answer may be taken for a constant.
+    """Why the operators do not support the current kind of differentiation, or None if they do."""
+    # torch silently drops tangents at a custom operator, and its reverse-mode transforms refuse one. While torch
+    # compiles, both stacks are those of the traced code, and guarded: the answer may become a constant.
     if forward_ad._current_level >= 0:
         return "a custom operator has no forward-mode derivative"
     stack = torch._C._functorch.get_interpreter_stack() or ()
@@ -43,16 +43,16 @@ def transform_obstacle() -> str | None:
 
 
 def triton_obstacle() -> str | None:
-    """Why Triton cannot be used, or None where it is installed."""
+    """Why Triton cannot be used, or None if it is installed."""
     try:
         found = importlib.util.find_spec("triton") is not None
-    except (ImportError, ValueError) as error:  # a finder that refuses, a module without a spec
+    except (ImportError, ValueError) as error:  # from a finder that refuses, or a module without a spec
         return f"Triton cannot be imported ({error})"
     return None if found else "Triton is not installed"
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How the kernels multiply: float32 as torch's own products do, by the newer of the two names of that switch."""
+    """How the kernels multiply: float32 like torch's own products, by the newer of the two names of that switch."""
     if dtype != torch.float32:
         return "ieee"
     matmul = torch.backends.cuda.matmul

@@ -1,8 +1,8 @@
-"""Static choices of the fused path: the launch of every kernel, and which path makes a kernel gradient.
+"""Static choices of the fused path: the launch of every kernel, and which path computes a kernel gradient.
 
-No figure here was tuned on a GPU yet. The rows are those that compile for sm_80 and sm_90 without a spill, within the
-shared memory of a consumer card (tests/test_fused.py holds that), picked by residency (warps a multiprocessor can
-hold) and by how often values are read. Triton 3.6 wants every product to sum over at least 16: group times chunk.
+No figure here has been tuned on a GPU yet. The rows compile for sm_80 and sm_90 without spilling, within the shared
+memory of a consumer card (tests/test_fused.py checks that). They were picked by residency (warps that a multiprocessor
+can hold) and by how often values are read. Triton 3.6 wants every product to sum over at least 16: group times chunk.
 `timm_ssog.ops.fused.tuning` measures alternatives on request.
 """
 
@@ -13,7 +13,7 @@ ANY = 1 << 62
 
 
 class Tile(NamedTuple):
-    """What one program works on, in the kernels' words, and how it is compiled."""
+    """What one program works on, in the kernels' terms, and how it is compiled."""
 
     group: int
     rows: int
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A launch and the keys that it serves; the first row of a table that fits is taken."""
+    """A launch and the keys that it serves; the first row of a table that fits is used."""
 
     item_bytes: int
     longest_axis: int
@@ -47,14 +47,14 @@ class Row(NamedTuple):
 
 
 MIX = (
-    # 16 bit, one or two components: half the stack, a longer chunk; beyond 64 cells the padded group of four serves
+    # 16 bit, one or two components: half the stack, a longer chunk; above 64 cells the padded group of four is used
     Row(2, 16, 2, 1, 13_824, Tile(2, 16, 8, 16, 16, 16, 8, 2)),
     Row(2, 32, 2, 1, 38_912, Tile(2, 32, 8, 16, 32, 32, 8, 2)),
     Row(2, 64, 2, 1, 32_768, Tile(2, 16, 8, 16, 64, 64, 8, 2)),
-    # 16 bit, groups of four: a stack of 64 rows, the least that a warp group multiplies at once
+    # 16 bit, groups of four: a stack of 64 rows, the minimum that a warp group multiplies at once
     Row(2, 16, ANY, 32, 27_136, Tile(4, 16, 4, 32, 16, 16, 8, 2)),
     Row(2, 16, ANY, 1, 28_672, Tile(4, 16, 8, 16, 16, 16, 8, 2)),
-    # four warps: three programs to a multiprocessor hide each other's waits, two at 64 cells
+    # four warps: three programs per multiprocessor hide one another's latency, two at 64 cells
     Row(2, 32, ANY, 1, 22_528, Tile(4, 16, 4, 16, 32, 32, 4, 2)),
     Row(2, 64, ANY, 1, 36_864, Tile(4, 16, 4, 16, 64, 64, 4, 2)),
     # a sum of 256 x 128 fills the registers of eight warps
@@ -77,7 +77,7 @@ GRADIENT = (
 
 
 class Choice(NamedTuple):
-    """Which path makes a kernel gradient, and why."""
+    """Which path computes a kernel gradient, and why."""
 
     item_bytes: int
     longest_axis: int
@@ -86,20 +86,20 @@ class Choice(NamedTuple):
 
 
 GRADIENT_PATHS = (
-    Choice(2, 16, "kernel", "bound by memory: reads values and gradient once, products write the M-fold mix and back"),
+    Choice(2, 16, "kernel", "bound by memory: reads values and gradient once, products write and read the M-fold mix"),
     Choice(2, 32, "kernel", "bound by memory, as above"),
     Choice(2, 64, "kernel", "traffic and arithmetic even out; products would move about five times the bytes"),
     Choice(2, ANY, "products", "bound by arithmetic, where the library's large products come closer to the peak"),
     Choice(4, ANY, "products", "exact float32 has no tensor cores; the library's products are the better FMA kernels"),
 )
-"""Expected from a roofline (bytes and operations against an H200), not measured: the first line that fits is taken."""
+"""Expected from a roofline (bytes and operations against an H200), not measured: the first line that fits is used."""
 
 
 def mix_tile(item_bytes: int, longest_axis: int, components: int, head_dim: int, shared_memory: int) -> Tile:
     """The launch of the mix for a problem.
 
     Raises:
-        ValueError: if the multiprocessors have too little shared memory for any.
+        ValueError: if no launch fits into the shared memory of a multiprocessor.
     """
     tile = _first(MIX, item_bytes, longest_axis, components, head_dim, shared_memory)
     if tile is None:
@@ -110,7 +110,7 @@ def mix_tile(item_bytes: int, longest_axis: int, components: int, head_dim: int,
 def gradient_tile(
     item_bytes: int, longest_axis: int, components: int, head_dim: int, shared_memory: int
 ) -> Tile | None:
-    """The launch of the gradient kernel for a problem, or None where batched matrix products are to make it."""
+    """The launch of the gradient kernel for a problem, or None if batched matrix products compute it."""
     path = next(
         choice.path
         for choice in GRADIENT_PATHS

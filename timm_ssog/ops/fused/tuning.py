@@ -1,7 +1,7 @@
-"""Optional measurement of launches on the machine at hand, kept between processes.
+"""Optional measurement of launches on the current machine, kept between processes.
 
 ``TIMM_SSOG_AUTOTUNE=1`` turns it on: the first call for each kernel, dtype, longest axis, head_dim and number of
-components compiles and times some tens of launches (about a minute), never again on this card and release of torch.
+components compiles and times a few dozen launches (about a minute), once per card and release of torch.
 Results may then differ between machines in the last digits, as the order of sums does.
 """
 
@@ -25,7 +25,7 @@ from timm_ssog.ops.fused.tables import Tile
 SWITCH = "TIMM_SSOG_AUTOTUNE"
 
 MOST_REGISTERS = 160
-"""Accumulators a thread that leave enough registers for everything else."""
+"""Most accumulators per thread that leave enough registers for everything else."""
 
 TIMINGS = 9
 
@@ -45,11 +45,11 @@ def fastest(
     """Launch a kernel, with the table's tile or, where tuning is on, the fastest one for this problem.
 
     Args:
-        kernel: ``"mix"`` or ``"gradient"``; the second also has matrix products as a candidate, which None stands for.
-        problem: The keys of the tables; the batch is none of them.
+        kernel: ``"mix"`` or ``"gradient"``; the second also has matrix products as a candidate, represented by None.
+        problem: The keys of the tables; the batch is not one of them.
         static: The tile of the table.
-        launch: Runs the kernel with a tile; may run more than once.
-        values: Names the device and the dtype.
+        launch: Runs the kernel with a tile; may be called more than once.
+        values: Tensor with the device and the dtype.
     """
     capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
     if os.environ.get(SWITCH) != "1" or capturing:
@@ -64,15 +64,15 @@ def fastest(
 
 
 def cache_path() -> Path:
-    """The file that keeps what was measured."""
+    """The file that keeps the measurements."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # a user without a home, as in many containers, keeps his tilde
+    # without a home directory, as in many containers, the tilde stays
     root = Path(tempfile.gettempdir()) if cache.startswith("~") else Path(cache)
     return root / "timm_ssog" / "autotune.json"
 
 
 def candidates(kernel: str, problem: tuple[int, ...], static: Tile | None) -> Iterator[Tile | None]:
-    """Launches worth a try, the table's first."""
+    """Launches worth trying, the table's first."""
     yield static
     if kernel == "gradient" and static is not None:
         yield None
@@ -82,7 +82,7 @@ def candidates(kernel: str, problem: tuple[int, ...], static: Tile | None) -> It
         tile = static._replace(rows=rows, chunk=chunk, channels=channels, warps=warps, stages=stages)
         held = tile.extent * (rows * channels if kernel == "mix" else tile.group * chunk)
         intermediate = tile.group * rows * chunk * channels
-        # the second product sums over (m, l) at least 16 deep, which tensor cores ask for
+        # the second product sums over at least 16 pairs (m, l), which tensor cores require
         if tile.group * chunk >= 16 and held + intermediate <= MOST_REGISTERS * 32 * warps and tile != static:
             yield tile
 
@@ -102,7 +102,7 @@ def _measure(
         except Exception as error:  # too much shared memory, or a shape that this release cannot compile
             _log.debug("%s: %s does not run here: %s", key, tile, error)
     if not seconds:
-        raise RuntimeError(f"None of the launches of {key} runs here; leave {SWITCH} unset.")
+        raise RuntimeError(f"No launch of {key} runs here; leave {SWITCH} unset.")
     best = min(seconds, key=seconds.__getitem__)
     _log.info("%s: %s in %.1f us, best of %d", key, best, seconds[best] * 1e6, len(seconds))
     return best
@@ -151,4 +151,4 @@ def _write() -> None:
         partial.write_text(json.dumps(_chosen, indent=1))
         os.replace(partial, path)
     except OSError as error:
-        _log.warning("%s cannot be written, so tuning starts anew in the next process: %s", path, error)
+        _log.warning("%s cannot be written, so tuning starts again in the next process: %s", path, error)
