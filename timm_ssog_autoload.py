@@ -1,10 +1,10 @@
-"""Registers the timm_ssog models with timm where user code imports nothing but timm.
+"""Registers the timm_ssog models with timm when user code imports only timm.
 
 torch calls `install` at the end of ``import torch`` (entry-point group ``torch.backends``). timm cannot be imported
 there, because it may be what is importing torch; so `install` only watches for ``timm.models`` and imports the plugin
-right after it has executed. A program that never imports timm pays for one list insertion.
+right after it has executed. For a program that never imports timm, the cost is one list insertion.
 
-Standard library only, and outside the package, whose import would bring in torch and timm.
+It uses the standard library only, and is outside the package, whose import would bring in torch and timm.
 """
 
 import os
@@ -26,7 +26,7 @@ def install() -> None:
         return
     sys.meta_path.insert(0, _Finder())
     if WATCHED in sys.modules:
-        # Python binds a submodule to its package when it has finished; until then, it is what imports torch just now.
+        # Python binds a submodule to its package when its import has finished; until then, it is importing torch now.
         timm = sys.modules.get("timm")
         if hasattr(timm, "models"):
             _import_plugin()
@@ -38,7 +38,7 @@ def _import_plugin() -> None:
     # Rebound, not edited: another thread may be iterating over the list, and would skip a finder.
     sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     try:
-        # A statement, not importlib.import_module, which raises where two threads import timm and timm_ssog crosswise.
+        # A statement, not importlib.import_module, which raises if two threads import timm and timm_ssog crosswise.
         import timm_ssog
 
         if getattr(timm_ssog, "__file__", None) is None:  # a namespace package, found before an editable install is
@@ -49,7 +49,7 @@ def _import_plugin() -> None:
     except Exception as error:
         warnings.warn(
             f"timm_ssog could not register its models with timm, which works without them: importing timm_ssog raised "
-            f"{type(error).__name__}: {error}. Run `python -c 'import timm_ssog'` for the whole error, or set "
+            f"{type(error).__name__}: {error}. Run `python -c 'import timm_ssog'` for the full error, or set "
             f"{SWITCH}=0 in the environment to turn this hook off.",
             RuntimeWarning,
             stacklevel=2,
@@ -82,7 +82,7 @@ class _Loader:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        # Only what a loader publishes: looking up `_loader` on a half-built copy would recurse for ever.
+        # Only public names: looking up `_loader` on a half-built copy would recurse forever.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

@@ -157,8 +157,8 @@ def test_cards_of_other_models(tmp_path: Path, name: str, kwargs: dict[str, Any]
         (lambda text: text.replace("license: apache-2.0", "license: apache"), "license in the card must be one of"),
         (lambda text: text.replace("library_name: timm\n", ""), "lack library_name"),
         (lambda text: text.replace("value: 97.6", "value: about 98"), "must be a number, got 'about 98'"),
-        (lambda text: text + "\nAccuracy: nan\n", "has a hole: 'Accuracy: nan'"),
-        (lambda text: text + "\nSee {{ source }}.\n", "has a hole: 'See"),
+        (lambda text: text + "\nAccuracy: nan\n", "has a gap: 'Accuracy: nan'"),
+        (lambda text: text + "\nSee {{ source }}.\n", "has a gap: 'See"),
         (lambda text: text.replace("  results:", "  result:"), "Invalid `model_index`"),
     ],
 )

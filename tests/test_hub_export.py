@@ -226,7 +226,7 @@ def test_the_verdict_of_a_continuous_model_is_on_its_card(tmp_path: Path) -> Non
     assert "| midpoint | 2 | 4 | 100.0 |" in card
     assert SECRET.encode() not in b"".join(tree(out).values())
     write_run(tmp_path / "discrete")
-    with pytest.raises(ValueError, match="VitSsog has none: leave ode_report out"):
+    with pytest.raises(ValueError, match="this is a VitSsog: omit ode_report"):
         hub.export(tmp_path / "discrete", tmp_path / "other", ode_report=tmp_path / "report.json")
     edit_json(tmp_path / "report.json", lambda content: content.update(trained="rk4 x 3"))
     with pytest.raises(ValueError, match="solved with rk4 x 3, this one has midpoint x 2"):
@@ -307,9 +307,9 @@ def no_yaml(run: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (poison, "is refused: it is cut off, or holds more than tensors"),
-        (poison_old_format, "is refused: it is cut off, or holds more than tensors"),
-        (cut_off, "can't be read, it is cut off"),
+        (poison, "is refused: it is truncated, or holds more than tensors"),
+        (poison_old_format, "is refused: it is truncated, or holds more than tensors"),
+        (cut_off, "can't be read; it is truncated"),
         (no_checkpoint, r"no checkpoint model_best.*checkpoint-0\.pth\.tar, checkpoint-1\.pth\.tar, last\.pth\.tar"),
         (no_summary, r"summary\.csv does not exist. Expected the output folder of timm's train\.py"),
         (half_a_summary, r"summary\.csv, line 3: expected 6 numbers"),
@@ -342,7 +342,7 @@ def test_damaged_runs_leave_everything_as_it_was(
     [
         ("folder.save_for_hf", OSError("No space left on device")),
         ("exporting.measure", KeyboardInterrupt()),
-        ("exporting.render_card", ValueError("a hole")),
+        ("exporting.render_card", ValueError("a gap")),
     ],
 )
 def test_whatever_fails_nothing_is_half_written(
@@ -385,7 +385,7 @@ def test_what_is_not_of_an_export_is_not_deleted_by_the_next(copied: Path, expor
     assert (exported / "published.json").read_text() == "{}"
     (exported / "notes.txt").write_text("precious")
     before = tree(exported)
-    with pytest.raises(FileExistsError, match=r"would delete what is not of it: notes\.txt"):
+    with pytest.raises(FileExistsError, match=r"would delete what does not belong to it: notes\.txt"):
         hub.export(copied / "run", exported)
     assert tree(exported) == before
 
@@ -404,7 +404,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("precious")
-    with pytest.raises(FileExistsError, match=r"no earlier export and holds thesis\.tex"):
+    with pytest.raises(FileExistsError, match=r"not an earlier export and holds thesis\.tex"):
         hub.export(tmp_path / "run", tmp_path / "mine")
     with pytest.raises(FileExistsError, match="must be a folder"):
         hub.export(tmp_path / "run", tmp_path / "mine/thesis.tex")

@@ -129,7 +129,7 @@ def test_a_folder_of_other_things_is_left_alone(teacher, images, tmp_path, capsy
     out.mkdir()
     (out / "thesis.tex").write_text("years")
     assert command(teacher, out, images) == 2
-    assert "no earlier conversion" in capsys.readouterr().err
+    assert "not an earlier conversion" in capsys.readouterr().err
     assert (out / "thesis.tex").read_text() == "years"
 
 

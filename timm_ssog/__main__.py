@@ -50,7 +50,7 @@ def info(arguments: Sequence[str]) -> int:
     """Print versions, models, the mixing path on each device, and the state of the discovery hook."""
     if arguments:
         return _fail(f"info takes no arguments, got {' '.join(arguments)!r}. Run python -m timm_ssog info.")
-    # The builds of triton for ROCm, XPU and Windows are distributions of other names.
+    # The builds of triton for ROCm, XPU and Windows are distributions with other names.
     triton = metadata.packages_distributions().get("triton", ["triton"])[0]
     lines = [
         ("python", platform.python_version()),
@@ -73,7 +73,7 @@ def info(arguments: Sequence[str]) -> int:
 
 def export(arguments: Sequence[str]) -> int:
     """Turn an output folder of train.py into one to publish; see `timm_ssog.hub`."""
-    from timm_ssog.hub.commands import export_command  # here, for a script or `info` needs nothing of the Hub
+    from timm_ssog.hub.commands import export_command  # here, because neither a script nor `info` needs the Hub
 
     return export_command(arguments)
 
@@ -95,16 +95,16 @@ def warm_start(arguments: Sequence[str]) -> int:
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a Python script as ``python SCRIPT`` would, but with the models registered.
 
-    Processes that it spawns import the script by its path, as they would under ``python SCRIPT``; what registers the
-    models there is the discovery hook, or an ``import timm_ssog`` in the script.
+    Processes that it spawns import the script by its path, as they would under ``python SCRIPT``. There, the discovery
+    hook or an ``import timm_ssog`` in the script registers the models.
     """
     path = os.path.abspath(script)
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     _warn_of_other_timm()
-    # Not runpy.run_path: it takes __main__ away again when the script's last line has run, while its threads and exit
-    # handlers may still pickle by that name; and it makes __file__ and argv[0] the same string.
+    # Not runpy.run_path: it removes __main__ when the script's last line has run, while its threads and exit handlers
+    # may still pickle by that name; and it makes __file__ and argv[0] the same string.
     module = types.ModuleType("__main__")
     vars(module).update(
         __file__=path, __builtins__=builtins, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
@@ -116,7 +116,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _warn_of_other_timm() -> None:
-    # The launcher imported timm before sys.path was the script's: a clone's script would miss the clone's timm.
+    # The launcher imported timm before sys.path was the script's: a script in a clone of timm would miss that timm.
     spec = importlib.machinery.PathFinder.find_spec("timm")
     wanted, loaded = (spec and spec.origin) or "", timm.__file__ or ""
     if wanted and os.path.realpath(wanted) != os.path.realpath(loaded):
@@ -132,7 +132,7 @@ def _usage() -> str:
     return (
         "usage: python -m timm_ssog SCRIPT [args ...]\n"
         "       python -m timm_ssog COMMAND [args ...]\n\n"
-        f"  {'SCRIPT [args ...]':<22}run a Python script (timm's train.py, say) with the vit_ssog models registered\n"
+        f"  {'SCRIPT [args ...]':<22}run a Python script (like timm's train.py) with the vit_ssog models registered\n"
         f"{commands}"
     )
 
@@ -166,7 +166,7 @@ def _fused_kernel() -> str:
 
 
 def _discovery() -> str:
-    # the first is off where it says so, torch's own where it is anything but 1
+    # ours is off if it says so, torch's own if it is anything but 1
     switches = {
         "TIMM_SSOG_AUTOLOAD": os.environ.get("TIMM_SSOG_AUTOLOAD", "").lower() in ("0", "false", "off", "no"),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1",
@@ -174,9 +174,9 @@ def _discovery() -> str:
     for switch, is_off in switches.items():
         if is_off:
             return f"off: {switch}={os.environ[switch]}; scripts must import timm_ssog"
-    # torch is imported by now and has called every entry point it found: nobody else imports the hook's module.
+    # torch is imported by now and has called every entry point it found; nothing else imports the hook's module.
     if "timm_ssog_autoload" in sys.modules:
-        return "active: timm finds the models with no import in the script"
+        return "active: timm finds the models without an import in the script"
     return "missing: no entry point found; install the package with pip"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: from an output folder of timm's train.py to a folder to publish, and from there to a Hub."""
+"""Checkpoints: from an output folder of timm's train.py to a folder to publish, and from there to the Hub."""
 
 from timm_ssog.hub.card import render_card
 from timm_ssog.hub.exporting import export

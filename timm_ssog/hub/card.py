@@ -1,4 +1,4 @@
-"""The model card: rendered from the files of a publishable folder, so that it says what was measured and no more."""
+"""The model card: rendered from the files of a publishable folder, so that it states only what was measured."""
 
 import csv
 import json
@@ -17,10 +17,10 @@ from timm_ssog.certificates import INFORMATIVE_GROWTH
 from timm_ssog.errors import require_choice
 
 ABOUT = "card.yaml"
-"""What nobody can measure: where the data come from, licence, limits. Written by hand, checked here."""
+"""What can't be measured: the source of the data, licence, limits. Written by hand, checked here."""
 
 REPOSITORY = "run/repository.json"
-"""Where a folder was pushed last, so that its card can say how to load it."""
+"""Where a folder was last pushed, so that its card can say how to load it."""
 
 TEMPLATE = "template.md"
 
@@ -37,7 +37,7 @@ LICENSES = (
     *("agpl-3.0", "lgpl-2.1", "lgpl-3.0", "mpl-2.0", "epl-2.0", "eupl-1.2", "isc", "unlicense", "wtfpl", "zlib"),
     *("openrail", "bigscience-openrail-m", "cdla-permissive-2.0", "odc-by", "odbl", "unknown", "other"),
 )
-"""Licences by the Hub's names for them, those that models come under; ``"other"`` needs a name and a link."""
+"""Licences of models, by the Hub's names; ``"other"`` needs a name and a link."""
 
 _AUGMENTATIONS = ("hflip", "vflip", "scale", "ratio", "color_jitter", "aa", "reprob")
 _RATES = ("drop", "drop_path", "smoothing", "mixup", "cutmix", "vflip", "color_jitter", "reprob")
@@ -46,10 +46,10 @@ RECIPE = (
     *("warmup_epochs", "drop", "drop_path", "smoothing", "mixup", "cutmix", *_AUGMENTATIONS, "no_aug", "amp"),
     *("amp_dtype", "model_dtype", "pretrained", "seed"),
 )
-"""Options of train.py that a card names; the others are in the file beside it."""
+"""Options of train.py that a card states; the others are in the file beside it."""
 
 RECORD = "published.json"
-"""Where a folder keeps the commits that it was pushed as; stays here, as no commit can hold its own name."""
+"""Where a folder records the commits it was pushed as; not uploaded, because no commit can hold its own name."""
 
 _METRICS = {"top1": "top-1 accuracy, %", "top5": "top-5 accuracy, %", "loss": "loss"}
 _CITATION = """\
@@ -70,7 +70,7 @@ _CITATION = """\
 
 
 def check_about(about: Mapping[str, Any], num_classes: int | None = None) -> None:
-    """Raise unless a card.yaml has only what a card uses, each of its kind.
+    """Raise unless a card.yaml has only entries that a card uses, each of the right type.
 
     Raises:
         ValueError: names the entry, what came, and what is expected.
@@ -94,7 +94,7 @@ def check_about(about: Mapping[str, Any], num_classes: int | None = None) -> Non
 
 
 def missing_from_card(folder: str | Path) -> list[str]:
-    """What a folder's card.yaml lacks for a card fit to publish; empty if nothing."""
+    """Entries that a folder's card.yaml lacks for a card fit to publish; empty if there are none."""
     about = _read_about(Path(folder))
     missing = [] if about.get("license") else ["license"]
     return missing + [f"dataset.{key}" for key in ("name", "description") if not about.get("dataset", {}).get(key)]
@@ -104,7 +104,7 @@ def render_card(folder: str | Path) -> str:
     """Render the README.md of a publishable folder from its other files.
 
     Raises:
-        ValueError: if a file is missing or damaged, or a figure of the card is not in them.
+        ValueError: if a file is missing or damaged, or does not contain a figure of the card.
     """
     folder = Path(folder)
     about = _read_about(folder)
@@ -156,8 +156,8 @@ def render_card(folder: str | Path) -> str:
     template = resources.files("timm_ssog.hub").joinpath(TEMPLATE).read_text(encoding="utf-8")
     wanted = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
     if wanted - values.keys() - {"card_data"}:
-        raise ValueError(f"The card's template asks for {sorted(wanted - values.keys())}, which nobody measures.")
-    # no value that came from a file may be taken for a part of the template
+        raise ValueError(f"The card's template asks for {sorted(wanted - values.keys())}, which nothing measures.")
+    # no value from a file may be treated as part of the template
     text = str(ModelCard.from_template(data, template_str=template, **values))
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
     check_card(text)
@@ -165,12 +165,12 @@ def render_card(folder: str | Path) -> str:
 
 
 def check_card(text: str) -> None:
-    """Raise unless a card is one that the Hub and its readers can take: metadata that parse, no hole in the text.
+    """Raise unless the Hub and its readers can use a card: its metadata parse, and its text has no gaps.
 
     Raises:
         ValueError: says what is wrong.
     """
-    card = ModelCard(text)  # parses the metadata, the model-index included
+    card = ModelCard(text)  # parses the metadata, including the model-index
     if card.data.license is not None:
         require_choice("license in the card", card.data.license, LICENSES)
     for key in ("library_name", "pipeline_tag", "tags"):
@@ -182,11 +182,11 @@ def check_card(text: str) -> None:
     hole = re.search(r"\{\{|\{%|\bNone\b|\bnan\b|\bTODO\b|\[More Information Needed\]", card.text)
     if hole:
         line = card.text[: hole.start()].count("\n")
-        raise ValueError(f"The card has a hole: {card.text.splitlines()[line].strip()!r}.")
+        raise ValueError(f"The card has a gap: {card.text.splitlines()[line].strip()!r}.")
 
 
 def _eval_results(about: dict[str, Any], weights: dict[str, Any], results: list[dict[str, Any]]) -> list[EvalResult]:
-    """Results at the model's own size for the model-index: those of validate.py, else that of the run itself."""
+    """Results at the model's own size for the model-index: those of validate.py, or else that of the run itself."""
     dataset = about.get("dataset", {})
     if not dataset.get("name"):
         return []
@@ -208,7 +208,7 @@ def _eval_results(about: dict[str, Any], weights: dict[str, Any], results: list[
 
 
 def _certificate(folder: Path) -> dict[str, Any]:
-    """The parts of a certificate that a card tells; its text is that of the JSON, not of a new computation."""
+    """The parts of a certificate that a card shows, from the JSON and not from a new computation."""
     certificate = _read_json(folder / "run/certificate.json")
     certificate["informative_growth"] = INFORMATIVE_GROWTH
     if certificate["reason"] is None:
@@ -218,7 +218,7 @@ def _certificate(folder: Path) -> dict[str, Any]:
 
 
 def _recipe(options: dict[str, Any]) -> list[str]:
-    """The options of train.py that make a recipe, as far as they are on."""
+    """The options of train.py that make up a recipe, as far as they are on."""
     off = {name for name in _RATES if not options.get(name)} | {name for name in RECIPE if options.get(name) is False}
     off |= {"amp_dtype"} if not options.get("amp") else set()
     off |= {"lr_base"} if options.get("lr") is not None else set()
@@ -245,7 +245,7 @@ def read_about(path: Path) -> dict[str, Any]:
     """Read a card.yaml and check it.
 
     Raises:
-        ValueError: if it is no YAML mapping, or has an entry that no card uses.
+        ValueError: if it is not a YAML mapping, or has an entry that no card uses.
     """
     about = _read_yaml(path)
     check_about(about)
@@ -269,5 +269,5 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} can't be read as JSON: {error}. A publishable folder is written by python -m timm_ssog export."
+            f"{path} can't be read as JSON: {error}. python -m timm_ssog export writes publishable folders."
         ) from error

@@ -22,16 +22,16 @@ def export_command(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
-        help="the moving average of the weights, or not (default: where the run's metric is the average's)",
+        help="export the moving average of the weights (default: if it is what the run's metric measured)",
     )
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights (default: float32)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the weights (default: float32)")
     parser.add_argument("--about", metavar="YAML", help="data, licence and limits (default: OUT_DIR/card.yaml)")
     parser.add_argument(
         "--results",
         metavar="SPLIT=FILE",
         action="append",
         default=[],
-        help="a --results-file of validate.py, and the split that it is about; may be repeated",
+        help="a --results-file of validate.py, and its split; may be repeated",
     )
     parser.add_argument(
         "--benchmark", metavar="FILE", action="append", help="a --results-file of benchmark.py; may be repeated"
@@ -72,12 +72,12 @@ def push_command(arguments: Sequence[str]) -> int:
         description="Push an exported folder to the Hub at HF_ENDPOINT, then download and compare it.",
     )
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder that export wrote")
-    parser.add_argument("repo_id", metavar="owner/name", help="repository; created if it is not there")
+    parser.add_argument("repo_id", metavar="owner/name", help="repository; created if it does not exist")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
-    parser.add_argument("--revision", default="main", help="branch; created if it is not there (default: main)")
-    parser.add_argument("--message", help="of the commit")
+    parser.add_argument("--revision", default="main", help="branch; created if it does not exist (default: main)")
+    parser.add_argument("--message", help="message of the commit")
     parser.add_argument("--replace-card", action="store_true", help="replace a README.md that export did not write")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, send and change nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, but send and change nothing")
     options = parser.parse_args(arguments)
 
     def run() -> None:
@@ -112,19 +112,25 @@ def warm_start_command(arguments: Sequence[str]) -> int:
         "teacher", metavar="TEACHER", help="anything timm.create_model takes: a name, local-dir:, hf-hub:"
     )
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to write; an earlier conversion there is replaced")
-    parser.add_argument("--data-dir", required=True, metavar="DIR", help="image folder, a folder per class in it")
+    parser.add_argument("--data-dir", required=True, metavar="DIR", help="image folder, with one folder per class")
     parser.add_argument("--model", help="the student (default: the discrete one of the teacher's width)")
-    parser.add_argument("--images", type=int, default=2000, help="to read the attention on (default: 2000)")
+    parser.add_argument("--images", type=int, default=2000, help="images to read the attention on (default: 2000)")
     parser.add_argument("--refit", action="store_true", help="refit linear maps, for use without further training")
     parser.add_argument(
-        "--align", type=int, nargs="?", const=1, default=0, metavar="EPOCHS", help="train to the teacher's states"
+        "--align",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="EPOCHS",
+        help="train towards the teacher's states",
     )
-    parser.add_argument("--val-split", metavar="NAME", help="part of DIR with the teacher's classes, for top-1")
-    parser.add_argument("--num-classes", type=int, help="a new head of so many classes in place of the teacher's")
-    parser.add_argument("--batch-size", type=int, default=32, help="images of a batch (default: 32)")
+    parser.add_argument("--val-split", metavar="NAME", help="split of DIR with the teacher's classes, for top-1")
+    parser.add_argument("--num-classes", type=int, help="a new head with this many classes instead of the teacher's")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per batch (default: 32)")
     parser.add_argument("--workers", type=int, default=2, help="processes that read images (default: 2)")
-    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of images and the fits (default: 0)")
+    parser.add_argument("--device", default="cpu", help="device to compute on (default: cpu)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for choosing images and for the fits (default: 0)")
     options = parser.parse_args(arguments)
 
     def run() -> None:

@@ -31,13 +31,13 @@ from timm_ssog.hub.run import BEST, TrainedWeights, TrainRun, read_run, read_wei
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# rates of random noise in training: no part of the function that was learned, and a bar to adaptive solvers
+# rates of random noise in training: not part of the learned function, and an obstacle to adaptive solvers
 _TRAINING_ARGUMENTS = ("jitter", "drop_rate", "drop_path_rate", "drop_block_rate")
 
 _RESULT_FIELDS = ("top1", "top1_err", "top5", "top5_err", "img_size", "crop_pct", "interpolation", "param_count")
 _BENCHMARK_FIELDS = ("infer_samples_per_sec", "infer_step_time", "infer_batch_size", "infer_img_size", "param_count")
 
-# what an earlier export may hold: what is written here and by a push, and what a file manager leaves
+# what an earlier export may hold: files written here and by a push, and those that a file manager leaves
 _WRITTEN = {WEIGHTS, "config.json", "README.md", "run", ABOUT, RECORD, ".DS_Store"}
 
 Paths = str | Path | Sequence[str | Path]
@@ -58,17 +58,18 @@ def export(
 ) -> Path:
     """Turn a run of timm's train.py into a folder to publish: model.safetensors, config.json and a README.md card.
 
-    The folder is loaded again and compared with the checkpoint, bit for bit, before it takes its place; whatever fails,
-    nothing is half-written and an older folder stays as it was. Pickles are read as tensors only and never written.
+    The folder is loaded again and compared with the checkpoint, bit for bit, before it takes its place. If anything
+    fails, nothing is half-written and an older folder stays as it was. Pickles are read only as tensors and never
+    written.
 
     Args:
         run_dir: Output folder of train.py.
         out_dir: Folder to write; an earlier export there is replaced.
         checkpoint: ``"best"``, ``"last"`` or the name of a checkpoint in ``run_dir``.
-        average: Export the moving average of the weights; by default exactly where the run's metric is the average's.
+        average: Export the moving average of the weights; by default only if it is what the run's metric measured.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the weights in the file.
-        about: YAML with what nobody can measure (data, licence, limits); by default card.yaml of an earlier export.
-        results: Files of validate.py's ``--results-file``, CSV or JSON, by the split that they are about.
+        about: YAML with what can't be measured (data, licence, limits); by default card.yaml of an earlier export.
+        results: Files of validate.py's ``--results-file``, CSV or JSON, by split.
         benchmark: Files of benchmark.py's ``--results-file``.
         ode_report: File with the JSON of `timm_ssog.analysis.ode_report` of a continuous model, whose verdict the card
             shows.
@@ -78,8 +79,8 @@ def export(
         ``out_dir``.
 
     Raises:
-        FileNotFoundError: if the run, the checkpoint or a named file is not there.
-        FileExistsError: if ``out_dir`` is there and is no earlier export.
+        FileNotFoundError: if the run, the checkpoint or a named file does not exist.
+        FileExistsError: if ``out_dir`` exists and is not an earlier export.
         ValueError: if the run is damaged, is of another model, or does not fit the results.
     """
     require_choice("dtype", dtype, tuple(DTYPES))
@@ -131,13 +132,13 @@ def export(
 def build_trained(run: TrainRun, weights: TrainedWeights) -> tuple[VitSsog, dict[str, Any]]:
     """Build the model of a run as train.py did, with its weights, in eval mode.
 
-    Channels, classes and the grid are read off the weights, as releases of train.py derive them differently.
+    Channels, classes and the grid are read from the weights, because releases of train.py derive them differently.
 
     Returns:
         The model, and the arguments that build it.
 
     Raises:
-        ValueError: if it is none of this package's models, or the weights are of another.
+        ValueError: if it is not one of this package's models, or the weights belong to another model.
     """
     state = weights.state_dict
     arguments = {
@@ -168,7 +169,7 @@ def build_trained(run: TrainRun, weights: TrainedWeights) -> tuple[VitSsog, dict
             f"{run.folder / weights.file} does not fit the model that args.yaml describes ({name} with "
             f"{arguments}): {error}"
         ) from error
-    # of a run that started from a published model, timm knows the arguments that were published
+    # if a run started from a published model, timm knows the arguments that were published
     return model.eval(), {**getattr(model, "_model_args", {}), **arguments, **unseen_options(model)}
 
 
@@ -182,7 +183,7 @@ def _write_run(folder: Path, run: TrainRun, weights: TrainedWeights, config: dic
     }
     text = yaml.safe_dump(options, sort_keys=False)
     (folder / "run/train_args.yaml").write_text(text, encoding="utf-8")
-    rows = {int(row["epoch"]): row for row in run.epochs}  # of an epoch done twice, the later
+    rows = {int(row["epoch"]): row for row in run.epochs}  # of an epoch that ran twice, the later row
     rows[weights.epoch] = weights.summary
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     with (folder / "run/summary.csv").open("w", newline="", encoding="utf-8") as file:
@@ -204,7 +205,7 @@ def _write_run(folder: Path, run: TrainRun, weights: TrainedWeights, config: dic
 
 
 def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dict[str, Any]]:
-    """Rows of a results file of timm's scripts, with the fields that are nobody's secret."""
+    """Rows of a results file of timm's scripts, with the fields that may be published."""
     rows = []
     for path in [files] if isinstance(files, (str, Path)) else files:
         text = Path(path).read_text(encoding="utf-8")
@@ -214,11 +215,11 @@ def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dic
             raise ValueError(f"{path} is neither the JSON nor the CSV of timm's --results-file: {error}") from error
         found = content if isinstance(content, list) else [content]
         if not found or not all(isinstance(row, dict) for row in found):
-            raise ValueError(f"{path} holds no results: it is not a --results-file of timm's script.")
+            raise ValueError(f"{path} holds no results: it is not a --results-file of a timm script.")
         for row in found:
             missing = [field for field in fields if row.get(field) is None]
             if missing:
-                raise ValueError(f"{path} lacks {', '.join(missing)}: it is not a --results-file of timm's script.")
+                raise ValueError(f"{path} lacks {', '.join(missing)}: it is not a --results-file of a timm script.")
             kept = {field: _number(row[field]) for field in fields}
             if kept["param_count"] != round(parameters / 1e6, 2):
                 raise ValueError(
@@ -232,7 +233,7 @@ def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dic
 def _read_ode_report(path: str | Path, model: VitSsog) -> dict[str, Any]:
     """The parts of an `OdeReport` that a card shows."""
     if not isinstance(model, OdeVitSsog):
-        raise ValueError(f"{path} is of continuous depth, and {type(model).__name__} has none: leave ode_report out.")
+        raise ValueError(f"{path} is about continuous depth, but this is a {type(model).__name__}: omit ode_report.")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         kept = {key: content[key] for key in ("trained", "verdict", "converges", "step_errors")}
@@ -265,12 +266,12 @@ def _require_replaceable(out: Path) -> None:
     names = {path.name for path in out.iterdir()}
     if names - {ABOUT} and not (out / "run" / "checkpoint.json").exists():
         raise FileExistsError(
-            f"{out} is no earlier export and holds {', '.join(sorted(names)[:5])}: name a folder that does not exist, "
-            f"or one with card.yaml alone."
+            f"{out} is not an earlier export and holds {', '.join(sorted(names)[:5])}: name a folder that does not "
+            f"exist, or one with only card.yaml."
         )
     foreign = names - _WRITTEN
     if foreign:
         raise FileExistsError(
-            f"{out} is an earlier export, and a new one would delete what is not of it: {', '.join(sorted(foreign))}. "
-            f"Move that elsewhere, or name another folder."
+            f"{out} is an earlier export, and a new one would delete what does not belong to it: "
+            f"{', '.join(sorted(foreign))}. Move that elsewhere, or name another folder."
         )

@@ -20,7 +20,7 @@ from timm_ssog.digest import digest_notes
 WEIGHTS = "model.safetensors"
 
 PUBLISHED_FACTS = ("tag", "license", "label_names")
-"""What `write_model` takes that is neither in the weights nor in the options."""
+"""Facts that `write_model` takes and that are neither in the weights nor in the options."""
 
 
 def write_model(
@@ -35,16 +35,16 @@ def write_model(
     """Write weights and config.json.
 
     Args:
-        folder: Where to.
+        folder: Folder to write to.
         model: The model.
-        arguments: What builds it, beside its name.
-        options: Of train.py, for image size, normalisation and crop; the model's own where there are none.
-        tag: Of the weights.
-        license: Likewise.
+        arguments: Arguments that build it, besides its name.
+        options: Options of train.py, for image size, normalisation and crop; else those of the model.
+        tag: Tag of the weights.
+        license: Licence of the weights.
         label_names: Names of the classes, in their order.
 
     Returns:
-        What config.json holds.
+        The content of config.json.
     """
     data_config = resolve_data_config({**options, "in_chans": model.in_chans}, model=model)
     data_config["input_size"] = (model.in_chans, *data_config["input_size"][1:])
@@ -64,7 +64,7 @@ def write_model(
     config["pretrained_cfg"] |= {
         "tag": tag,
         "license": license,
-        # without it, timm asks for a pickle first and takes it where the safetensors file can't be had
+        # without it, timm asks for a pickle first and uses it if the safetensors file is not available
         "hf_hub_filename": WEIGHTS,
         "notes": digest_notes(state_dict, config["architecture"], config.get("model_args", {})),
     }
@@ -75,7 +75,7 @@ def write_model(
 
 @torch.no_grad()
 def require_same_when_loaded(folder: Path, model: VitSsog) -> None:
-    """Raise a ValueError unless timm loads from the folder what the model in eval mode is, bit for bit."""
+    """Raise a ValueError unless timm loads the model in eval mode from the folder, bit for bit."""
     loaded: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     channels, height, width = loaded.pretrained_cfg["input_size"]
     images = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
@@ -85,19 +85,19 @@ def require_same_when_loaded(folder: Path, model: VitSsog) -> None:
     )
     if not same_state or not torch.equal(loaded(images), model(images)):
         raise ValueError(
-            "The exported folder does not load as the model that was trained; nothing was written. Please report this "
-            "with the run's args.yaml."
+            "The exported folder does not load as the trained model; nothing was written. Please report this with the "
+            "run's args.yaml."
         )
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON, of finite numbers."""
+    """Write JSON with finite numbers only."""
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def replacing(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place if all goes well, and is gone if not."""
+    """A folder beside ``out`` that takes its place if all goes well, and is removed if not."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".new", dir=out.parent))
     old = folder.with_suffix(".old")
@@ -118,7 +118,7 @@ def replacing(out: Path) -> Iterator[Path]:
 
 
 def umask() -> int:
-    """What the system takes off the permissions of new files."""
+    """The permissions that the system removes from new files."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

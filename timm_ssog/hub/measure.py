@@ -1,4 +1,4 @@
-"""What an exported model is, measured on it: size, arithmetic, evaluations of its solver, certificate."""
+"""Measurements of an exported model: size, arithmetic, evaluations of its solver, certificate."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ SCALES = (1.0, 1.5, 2.0, 3.0)
 
 
 def measure(model: VitSsog, input_size: tuple[int, int, int]) -> dict[str, Any]:
-    """Measure a model in eval mode, as far as that takes no data.
+    """Measure a model in eval mode, as far as that needs no data.
 
     Args:
         model: The model.
@@ -26,7 +26,7 @@ def measure(model: VitSsog, input_size: tuple[int, int, int]) -> dict[str, Any]:
 
     Returns:
         JSON: ``parameters``, ``gmacs`` (multiply-adds of matrix products and convolutions for one image, in billions,
-        by torch's FlopCounterMode) at multiples of the size, what the model repeats or solves, and versions.
+        by torch's FlopCounterMode) at multiples of the size, its loops or solver, and versions.
     """
     channels, height, width = input_size
     measured: dict[str, Any] = {
@@ -53,15 +53,15 @@ def certificate(model: VitSsog, input_size: tuple[int, int, int]) -> Certificate
 
 
 def _patches(model: VitSsog, length: int, scale: float, axis: int) -> int:
-    """An image side times a scale, up to the next whole number of patches, in pixels."""
+    """An image side times a scale, rounded up to a whole number of patches, in pixels."""
     patch: Any = model.patch_embed.patch_size[axis]
     return -(-round(length * scale) // patch) * patch
 
 
 def _gmacs(model: VitSsog, input_size: tuple[int, int, int]) -> float:
-    # where no step depends on the image, shapes are enough to count, and no arithmetic is done
+    # if no step depends on the image, shapes are enough to count, and no arithmetic is done
     device = "cpu" if isinstance(model, OdeVitSsog) and not model.is_fixed_step else "meta"
-    # not torch.no_grad(), under which the counter stumbles over modules that take a view of a parameter
+    # not torch.no_grad(), under which the counter fails on modules that take a view of a parameter
     model = copy.deepcopy(model).requires_grad_(False).to(device)
     # attention is counted by its definition: the counter does not know what the fused kernels of a CPU do
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""What of a model is in neither its weights nor its name."""
+"""The options of a model that neither its weights nor its name contain."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from timm_ssog.layers import SeparableMixer
 
 
 def unseen_options(model: VitSsog) -> dict[str, Any]:
-    """The options of a model that its weights would fit whatever they are, under their names in `timm.create_model`.
+    """The options of a model whose values its weights do not show, under their names in `timm.create_model`.
 
-    An export spells them out, so that a model stays what it is when a release changes their defaults.
+    An export spells them out, so that a published model stays the same when a release changes their defaults.
     """
     options: dict[str, Any] = {"pre_norm": not isinstance(model.norm_pre, nn.Identity)}
     mixer = model.blocks[0].mixer

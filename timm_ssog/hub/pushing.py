@@ -24,7 +24,7 @@ from timm_ssog.hub.card import ABOUT, RECORD, REPOSITORY, check_card, missing_fr
 from timm_ssog.hub.options import unseen_options
 
 MARK = "<!-- Written by timm_ssog.hub"
-"""What a card of this package begins with."""
+"""Start of the text of this package's cards."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".tar", ".pkl", ".pickle", ".ckpt", ".npy", ".npz")
 
@@ -38,7 +38,7 @@ class Published:
         revision: Branch.
         commit: Full name of the commit; None after a dry run.
         files: SHA-256 of each file.
-        row: What declares it in ``default_cfgs`` of timm_ssog/vit_ssog.py, or why it can't be declared there.
+        row: The row that declares it in ``default_cfgs`` of timm_ssog/vit_ssog.py, or why it can't be declared there.
     """
 
     repo_id: str
@@ -49,7 +49,7 @@ class Published:
 
     @property
     def source(self) -> str:
-        """What `timm.create_model` takes, pinned to the commit where there is one."""
+        """The name for `timm.create_model`, pinned to the commit if there is one."""
         return f"hf-hub:{self.repo_id}@{self.commit or self.revision}"
 
 
@@ -67,8 +67,8 @@ def push(
 ) -> Published:
     """Push an exported folder to the Hub at ``HF_ENDPOINT``, then download it into a fresh cache and compare.
 
-    The repository is created where there is none, and so is the branch. What else is in the repository stays. The
-    folder's card is made to name the repository first; the commit is recorded in published.json.
+    The repository and the branch are created if they do not exist. Other files in the repository stay. The card is
+    first rendered again so that it names the repository. The commit is recorded in published.json.
 
     Args:
         out_dir: Folder that `export` wrote.
@@ -76,7 +76,7 @@ def push(
         private: Make a new repository private; the owner's default if None. An existing one stays as it is.
         revision: Branch.
         token: Access token; by default that of ``hf auth login`` or ``HF_TOKEN``.
-        message: Of the commit.
+        message: Message of the commit.
         replace_card: Replace a README.md that this package did not write, which is an error otherwise.
         dry_run: Check everything that can be checked without a request, and change nothing.
         on_progress: Called with a line before each step.
@@ -85,8 +85,8 @@ def push(
         What was published.
 
     Raises:
-        ValueError: if the folder is not fit to publish or was changed since its export, or the name is none.
-        FileExistsError: if somebody else's card is in the repository.
+        ValueError: if the folder is not fit to publish or was changed since its export, or the name is not valid.
+        FileExistsError: if the repository has a card that this package did not write.
         RuntimeError: if the Hub refuses, or what it serves is not what was sent.
     """
     folder = Path(out_dir)
@@ -104,7 +104,7 @@ def push(
 
     api = HfApi(token=token, library_name="timm-ssog")
     try:
-        on_progress(f"creating {repo_id} on {api.endpoint}, if it is not there")
+        on_progress(f"creating {repo_id} on {api.endpoint}, if it does not exist")
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision != "main":
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -127,7 +127,7 @@ def push(
         raise RuntimeError(_explain(error, repo_id, api.endpoint)) from error
     except (ValueError, RuntimeError, OSError):
         raise
-    except Exception as error:  # of the client's transport library, which is another one from release to release
+    except Exception as error:  # of the client's transport library, which changes between releases
         raise RuntimeError(
             f"{api.endpoint} can't be reached: {error}. Check the network and HF_ENDPOINT, and push again."
         ) from error
@@ -139,7 +139,7 @@ def push(
 def declaration(folder: str | Path, repo_id: str, commit: str | None, config: dict[str, Any]) -> str:
     """The row of ``default_cfgs`` that makes a published checkpoint a tag of its architecture, or why there is none.
 
-    A tag stands for weights of the architecture as it is registered: a model of another width, say, is loaded by its
+    A tag stands for weights of the architecture as registered. A model of another width, for example, is loaded by its
     address, whose config.json has the options.
     """
     address = f"hf-hub:{repo_id}@{commit or 'COMMIT'}"
@@ -158,7 +158,7 @@ def declaration(folder: str | Path, repo_id: str, commit: str | None, config: di
     }
     if changed:
         return (
-            f"No row: {', '.join(changed)} differ from the registered {config['architecture']}, so it is no tag of it. "
+            f"No row: {', '.join(changed)} differ from the registered {config['architecture']}, so it can't be a tag. "
             f'Load it by its address: timm.create_model("{address}", pretrained=True)'
         )
     if not cfg.get("tag"):
@@ -180,7 +180,7 @@ def _require_publishable(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder} has no {name}: expected a folder that python -m timm_ssog export wrote.")
     pickles = [path.name for path in folder.rglob("*") if path.suffix in _PICKLES]
     if pickles:
-        raise ValueError(f"{folder} holds {', '.join(pickles)}, which could be pickles: publish safetensors alone.")
+        raise ValueError(f"{folder} holds {', '.join(pickles)}, which could be pickles: publish only safetensors.")
     lacking = missing_from_card(folder)
     if lacking:
         raise ValueError(
@@ -204,8 +204,8 @@ def _require_publishable(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} was changed since its export: the digests in config.json fail. Export again.")
     if (folder / "README.md").read_text(encoding="utf-8") != render_card(folder):
         raise ValueError(
-            f"{folder / 'README.md'} is not what its files render to: it or they were edited. Write what is to be said "
-            f"into {ABOUT} and export again."
+            f"{folder / 'README.md'} is not what its files render to: it or they were edited. Write your text into "
+            f"{ABOUT} and export again."
         )
     check_card((folder / "README.md").read_text(encoding="utf-8"))
     return config
@@ -235,12 +235,12 @@ def _require_own_card(api: HfApi, repo_id: str, revision: str) -> None:
                 repo_id, "README.md", revision=revision, cache_dir=cache, token=api.token, endpoint=api.endpoint
             )
         except EntryNotFoundError as error:
-            if isinstance(error, LocalEntryNotFoundError):  # an outage, which says nothing about what is there
+            if isinstance(error, LocalEntryNotFoundError):  # an outage, which says nothing about the repository
                 raise RuntimeError(f"{api.endpoint} did not say whether {repo_id} has a card: {error}") from error
             return
         if MARK not in ModelCard.load(path).text:
             raise FileExistsError(
-                f"{repo_id} has a README.md that timm_ssog.hub did not write. Take what is worth keeping over into "
+                f"{repo_id} has a README.md that timm_ssog.hub did not write. Copy what you want to keep into "
                 f"{ABOUT}, then push with --replace-card."
             )
 
@@ -265,7 +265,7 @@ def _explain(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:
         401: "Log in with `hf auth login`, or set HF_TOKEN.",
         403: "The token must have write access to that owner's repositories.",
         404: "Check the owner's name and HF_ENDPOINT.",
-    }.get(status or 0, "Nothing is half-published: a commit is whole or not there. Try again.")
+    }.get(status or 0, "Nothing is half-published: a commit is complete or absent. Try again.")
     said = re.sub(r"\s+", " ", str(error)).strip()
     return f"{endpoint} refused {repo_id} ({status}): {said} {advice}"
 

@@ -1,4 +1,4 @@
-"""What a run of timm's train.py left behind: its options, its metrics and its checkpoints."""
+"""The output of a run of timm's train.py: its options, its metrics and its checkpoints."""
 
 import argparse
 import csv
@@ -31,7 +31,7 @@ PUBLIC_OPTIONS = (
     *("train_size_schedule", "train_batches_per_epoch", "variable_batch_loss_scale"),
     *("model_ema", "model_ema_force_cpu", "model_ema_decay", "model_ema_warmup", "seed", "eval_metric"),
 )
-"""Options of train.py that say how a model was trained; the others are folders, machines and logs of whoever did."""
+"""Options of train.py that say how a model was trained; the others are its author's folders, machines and logs."""
 
 BEST, LAST = "best", "last"
 _FILES = {BEST: "model_best.pth.tar", LAST: "last.pth.tar"}
@@ -43,8 +43,8 @@ class TrainRun:
 
     Attributes:
         folder: The folder.
-        options: Of args.yaml: all options, with their defaults.
-        epochs: Rows of summary.csv, in their order; an epoch done twice, after a resume, has two.
+        options: All options from args.yaml, with their defaults.
+        epochs: Rows of summary.csv, in their order; an epoch that ran twice, after a resume, has two.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class TrainRun:
 
     @property
     def public_options(self) -> dict[str, Any]:
-        """The options of `PUBLIC_OPTIONS`, as train.py's ``--config`` takes them."""
+        """The options in `PUBLIC_OPTIONS`, as train.py's ``--config`` takes them."""
         return {name: self.options[name] for name in PUBLIC_OPTIONS if self.options.get(name) is not None}
 
 
@@ -64,9 +64,9 @@ class TrainedWeights:
     Attributes:
         file: Name of the checkpoint.
         epoch: Epoch, from 0.
-        metric: Name of what the run measured, ``"top1"`` say.
-        value: What it measured.
-        split: ``"validation"``, or ``"train"`` where the run validated on nothing.
+        metric: Name of the metric, for example ``"top1"``.
+        value: Its value.
+        split: ``"validation"``, or ``"train"`` if the run did not validate.
         is_average: Whether they are the moving average of the weights.
         state_dict: The tensors.
         summary: The row of summary.csv with this epoch.
@@ -86,7 +86,7 @@ def read_run(folder: str | Path) -> TrainRun:
     """Read the output folder of train.py, without its checkpoints.
 
     Raises:
-        FileNotFoundError: if it or one of its files is not there; says what a folder of train.py holds.
+        FileNotFoundError: if it or one of its files does not exist; says what a folder of train.py holds.
         ValueError: if args.yaml or summary.csv is not what train.py writes.
     """
     folder = Path(folder)
@@ -126,7 +126,7 @@ def _read_summary(path: Path) -> tuple[dict[str, float], ...]:
             if "epoch" not in row:
                 raise ValueError(
                     f"{path}, line {line}: expected {len(header)} numbers ({', '.join(header)}), got "
-                    f"{','.join(cells)!r}. The run's disk may have been full; take the file of an intact copy."
+                    f"{','.join(cells)!r}. The run's disk may have been full; use an intact copy of the file."
                 )
             rows.append(row)
     return tuple(rows)
@@ -138,11 +138,11 @@ def read_weights(run: TrainRun, checkpoint: str = BEST, average: bool | None = N
     Args:
         run: The run.
         checkpoint: ``"best"``, ``"last"``, or the name of a checkpoint in the run's folder.
-        average: Take the moving average of the weights. By default exactly where the run's metric is the average's:
+        average: Take the moving average of the weights. By default only if it is what the run's metric measured:
             with ``--model-ema``, validation, and no ``--model-ema-force-cpu``.
 
     Raises:
-        FileNotFoundError: if there is no such checkpoint; lists those there are.
+        FileNotFoundError: if there is no such checkpoint; lists those that exist.
         ValueError: if it can't be read safely, was not written by train.py, has no average, or does not belong to
             summary.csv.
     """
@@ -150,7 +150,7 @@ def read_weights(run: TrainRun, checkpoint: str = BEST, average: bool | None = N
     if not path.is_file():
         there = ", ".join(sorted(file.name for file in run.folder.glob("*.pth.tar"))) or "none"
         raise FileNotFoundError(
-            f"{run.folder} has no checkpoint {path.name}: expected 'best', 'last' or one of those there ({there}), got "
+            f"{run.folder} has no checkpoint {path.name}: expected 'best', 'last' or one of its files ({there}), got "
             f"{checkpoint!r}."
         )
     content = _load(path)
@@ -178,7 +178,7 @@ def read_weights(run: TrainRun, checkpoint: str = BEST, average: bool | None = N
     if not matching:
         raise ValueError(
             f"{run.folder / 'summary.csv'} has no row with epoch {epoch} and {column} {value!r}, which {path.name} "
-            f"says it has: the two are of different runs."
+            f"claims: the two belong to different runs."
         )
     tensors = clean_state_dict(content["state_dict_ema"] if is_average else state_dict)
     return TrainedWeights(path.name, epoch, metric, value, split, is_average, tensors, matching[-1])
@@ -191,9 +191,9 @@ def _load(path: Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is refused: it is cut off, or holds more than tensors and options, which could be code. "
+            f"{path} is refused: it is truncated, or holds more than tensors and options, which could be code. "
             f"{str(error).splitlines()[0]}"
         ) from error
     except (RuntimeError, OSError, EOFError) as error:
-        raise ValueError(f"{path} can't be read, it is cut off or no checkpoint: {error}") from error
+        raise ValueError(f"{path} can't be read; it is truncated or not a checkpoint: {error}") from error
     return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""From the name of a trained ViT and an image folder to a folder with a converted model, all of it or nothing."""
+"""From the name of a trained ViT and an image folder to a folder with a converted model, whole or not at all."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ from timm_ssog.hub.folder import (
 from timm_ssog.hub.options import unseen_options
 
 REPORT = "warm_start.json"
-"""The report, beside the weights."""
+"""File name of the report, beside the weights."""
 
 _WRITTEN = {WEIGHTS, "config.json", REPORT, ".DS_Store"}
 
@@ -54,24 +54,24 @@ def convert(
     Args:
         teacher: Anything that `timm.create_model` takes with ``pretrained=True``.
         out_dir: Folder to write; an earlier conversion there is replaced.
-        data_dir: Image folder, with a folder per class, below ``train`` if there is one.
+        data_dir: Image folder, with one folder per class, in ``train`` if that exists.
         model: Name of the student; by default the discrete one of the teacher's width, or ``vit_ssog_small``.
         images: Images to read the teacher's attention on, drawn at random; all if there are fewer.
         refit: As in `timm_ssog.warm_start`.
-        align_epochs: Likewise.
-        val_split: Part of ``data_dir`` with labelled images to measure top-1 on, classes in the teacher's order.
-        num_classes: Classes of the student, for a head that is to be trained; the teacher's head if omitted.
-        batch_size: Images of a batch.
+        align_epochs: As in `timm_ssog.warm_start`.
+        val_split: Split of ``data_dir`` with labelled images to measure top-1 on, classes in the teacher's order.
+        num_classes: Classes of the student, for a new head to train; the teacher's head if omitted.
+        batch_size: Images per batch.
         workers: Processes that read images.
-        device: Where to compute.
-        seed: Of the choice of images and of the fits.
+        device: Device to compute on.
+        seed: Seed for choosing images and for the fits.
         on_progress: Called with a line before each step.
 
     Returns:
         The report.
 
     Raises:
-        FileExistsError: if ``out_dir`` is there and is no earlier conversion.
+        FileExistsError: if ``out_dir`` exists and is not an earlier conversion.
         FileNotFoundError: if there is no ``data_dir``.
         ValueError: as `timm_ssog.warm_start`, or if a count is below one.
     """
@@ -80,7 +80,7 @@ def convert(
         require_positive_int(name, count)
     _require_replaceable(out)
     if not data.is_dir():
-        raise FileNotFoundError(f"{data} does not exist. Expected a folder of images, with a folder per class in it.")
+        raise FileNotFoundError(f"{data} does not exist. Expected a folder of images, with one folder per class.")
     on_progress(f"loading {teacher}")
     source: Any = timm.create_model(teacher, pretrained=True).to(device).eval()
     seen = read_teacher(source)
@@ -166,6 +166,6 @@ def _require_replaceable(out: Path) -> None:
     names = {path.name for path in out.iterdir()}
     if names and (REPORT not in names or names - _WRITTEN):
         raise FileExistsError(
-            f"{out} is no earlier conversion, or holds more than one writes: {', '.join(sorted(names)[:5])}. Name a "
+            f"{out} is not an earlier conversion, or holds other files too: {', '.join(sorted(names)[:5])}. Name a "
             f"folder that does not exist."
         )
