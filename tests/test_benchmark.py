@@ -27,6 +27,9 @@ exported_speed: Any = importlib.import_module("exported_speed")
 results_tables: Any = importlib.import_module("results_tables")
 mixing_cost: Any = importlib.import_module("mixing_cost")
 runs: Any = importlib.import_module("runs")
+markdown_table: Any = importlib.import_module("markdown_table")
+turns: Any = importlib.import_module("turns")
+whole: Any = importlib.import_module("whole")
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -71,7 +74,7 @@ def test_benchmark_from_end_to_end(tmp_path: Path) -> None:
             assert set(record["counts"]) == set(bench_speed.models_of(setting))
         else:
             assert set(record["ms"]) == ({"ssog", "twin", "unfused"} if measure == "mixing" else {"ssog", "twin"})
-            assert all(len(times) == bench_speed.LEAST_TURNS for times in record["ms"].values())
+            assert all(len(times) == turns.LEAST_TURNS for times in record["ms"].values())
             assert all(time > 0 for times in record["ms"].values() for time in times)
 
 
@@ -122,7 +125,7 @@ def test_unfused_attention_is_left_out_where_it_does_not_fit(monkeypatch: pytest
     device = torch.device("cpu")
     models = ("ssog", "unfused")
     how = {"batch": 1, "models": models, "device": device, "bf16": False}
-    how |= {"clock": bench_speed.wall_clock, "seconds": 0.0, "advance": lambda share: None}
+    how |= {"clock": turns.wall_clock, "seconds": 0.0, "advance": lambda share: None}
     assert set(bench_speed.measure_models("tiny", "ode", 32, training=False, **how)) == {"ssog"}
     assert set(bench_speed.measure_mixing("tiny", 32, **how)) == {"ssog"}
     task = {"model": "unfused", "size": "tiny", "img_size": 32, "batch": 1, "training": True, "device": "cpu"}
@@ -168,28 +171,82 @@ def test_calls_take_turns_and_what_runs_out_of_memory_drops_out() -> None:
 
     calls = {"a": lambda: log.append("a"), "huge": huge, "b": lambda: log.append("b")}
     shares: list[float] = []
-    how: Any = {"device": torch.device("cpu"), "advance": shares.append}
-    times = bench_speed.take_turns(calls, clock=lambda: next(now), seconds=9.0, **how)
+    how: Any = {"advance": shares.append}
+    times = turns.take_turns(calls, timer=turns.timer(lambda: next(now)), seconds=9.0, **how)
     # three seconds for the first turn, so three turns in all, the first among them
     assert times == {"a": [1000.0] * 3, "b": [1000.0] * 3}
     assert log == ["a", "huge", "b", "a", "huge", "b", "a", "b"]
     assert sum(shares) == pytest.approx(1)
 
     log.clear()
-    times = bench_speed.take_turns({"b": calls["b"]}, clock=lambda: next(now), seconds=7.0, **how)
+    times = turns.take_turns({"b": calls["b"]}, timer=turns.timer(lambda: next(now)), seconds=7.0, **how)
     assert len(times["b"]) == 7, "as many turns as there is time for"
     assert len(log) == 8, "and one before them that does not count"
 
     log.clear()
     clock = iter([0, 1, 1, 21, 21, 22] + [1 + n for n in range(1000)])
     calls = {name: (lambda name=name: log.append(name)) for name in ("ssog", "slow", "ceiling")}
-    times = bench_speed.take_turns(calls, clock=lambda: next(clock), seconds=10.0, **how)
+    times = turns.take_turns(calls, timer=turns.timer(lambda: next(clock)), seconds=10.0, **how)
     # twenty of 22 seconds are the slow one's: the other two go on for as long as they would have had alone
     assert {name: len(found) for name, found in times.items()} == {"ssog": 5, "slow": 3, "ceiling": 5}
     assert log == ["ssog", "slow", "ceiling"] * 3 + ["ssog", "ceiling"] * 2
     assert sum(shares) == pytest.approx(3)
     assert bench_report.ratios({"ms": times}, "slow") == [20.0, 1.0, 1.0], "pairs are of the same turn"
     assert bench_report.turns({"ms": times}) == "5 (3)"
+
+
+def test_short_calls_are_repeated_and_what_fails_can_drop_out() -> None:
+    made: list[str] = []
+    repeats: list[int] = []
+    left_out: list[str] = []
+
+    def timer(call: Any, count: int) -> float:
+        repeats.append(count)
+        for _ in range(count):
+            call()
+        return 0.25
+
+    def breaks() -> None:
+        raise ValueError("broken")
+
+    def drops(name: str, error: Exception) -> bool:
+        left_out.append(f"{name}: {error}")
+        return True
+
+    calls = {"a": lambda: made.append("a"), "breaks": breaks}
+    times = turns.take_turns(calls, timer=timer, turns=2, sample_seconds=1.0, drops=drops)
+    # one call to set up, one to see how long it takes, and two samples of a second
+    assert repeats == [1, 1, 1, 4, 4]
+    assert times == {"a": [250.0, 250.0]}
+    assert left_out == ["breaks: broken"]
+    assert len(made) == 10
+    with pytest.raises(ValueError, match="broken"):
+        turns.take_turns({"breaks": breaks}, timer=timer, turns=1)
+
+
+def test_tables_have_as_many_cells_as_columns() -> None:
+    drawn = markdown_table.table(["a", "b"], [[1, "x"], ["", markdown_table.number(None, ".2f")]])
+    assert drawn == "| a | b |\n|---|---|\n| 1 | x |\n|  | - |"
+    assert markdown_table.table(["a"], []) == "| a |\n|---|"
+    with pytest.raises(ValueError, match="Expected 2 cells for the columns a, b, got"):
+        markdown_table.table(["a", "b"], [["only one"]])
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.json"
+    whole.write_whole(path, "old")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole.os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            whole.write_whole(path, "new")
+    assert path.read_text() == "old"
+    whole.write_whole(path, "new ÿ")
+    assert path.read_text(encoding="utf-8") == "new ÿ"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_interrupted_benchmark_goes_on_where_it_stopped(
@@ -270,8 +327,8 @@ def test_a_process_that_the_system_kills_for_memory_has_no_figure(monkeypatch: p
 def test_too_little_memory_on_the_cpu_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as failure:
         torch.empty(1 << 60)
-    assert bench_speed.is_out_of_memory(failure.value)
-    assert not bench_speed.is_out_of_memory(RuntimeError("shapes do not fit"))
+    assert turns.is_out_of_memory(failure.value)
+    assert not turns.is_out_of_memory(RuntimeError("shapes do not fit"))
 
 
 def test_ratios_are_medians_within_a_turn() -> None:
@@ -456,13 +513,63 @@ def test_small_grids_are_dense_and_large_ones_stacked(backward: bool) -> None:
         assert not eager.prefers_dense(batch, 32, 32, 64, 4, backward=backward)
 
 
-def test_exported_models_take_turns() -> None:
-    record = exported_speed.measure("tiny", 32, 0.0)
-    turns = record["milliseconds"]["ONNX Runtime"]
-    assert set(turns) == {"ssog", "twin", "timm"}
-    assert min(map(len, turns.values())) == 3
-    assert exported_speed.speed_up(record, "ONNX Runtime", "twin") > 0
-    assert f"| tiny | 32 | ONNX Runtime | {statistics.median(turns['ssog']):.0f} |" in exported_speed.table([record])
+def test_exported_models_take_turns_in_all_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "exported.json"
+    exported_speed.main(["--sizes", "tiny", "--img-sizes", "32", "--seconds", "0", "--output", str(output)])
+    content = json.loads(output.read_text())
+    (record,) = content["runs"]
+    assert content["recipe"]["precision"] == "float32"
+    assert list(record["milliseconds"]) == list(exported_speed.RUNTIMES)
+    assert {"PyTorch", "ONNX Runtime"} <= set(exported_speed.RUNTIMES)
+    printed = capsys.readouterr()
+    for runtime, times in record["milliseconds"].items():
+        assert set(times) == {"ssog", "twin", "timm"}
+        assert [len(found) for found in times.values()] == [3, 3, 3]
+        assert f"| tiny | 32 | {runtime} | {statistics.median(times['ssog']):.0f} |" in printed.out
+    assert exported_speed.speed_up(record, "PyTorch", "twin") > 0
+    assert ("OpenVINO is left out" in printed.err) == ("OpenVINO" not in exported_speed.RUNTIMES)
+
+
+def test_an_interrupted_comparison_of_exports_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[str, int]] = []
+
+    def measure(size: str, img_size: int, seconds: float, advance: Any) -> dict[str, Any]:
+        if len(measured) == 1:
+            measured.append(("interrupted", 0))
+            raise KeyboardInterrupt
+        measured.append((size, img_size))
+        times = {"ssog": [1.0], "twin": [3.0], "timm": [2.0]}
+        cell = {"size": size, "img_size": img_size, "seconds": seconds}
+        return {**cell, "milliseconds": dict.fromkeys(exported_speed.RUNTIMES, times)}
+
+    monkeypatch.setattr(exported_speed, "measure", measure)
+    command = ["--sizes", "tiny", "small", "--img-sizes", "224", "--output", str(tmp_path / "exported.json")]
+    with pytest.raises(SystemExit, match=r"1 cells are in .*goes on"):
+        exported_speed.main(command)
+    exported_speed.main(command)
+    assert measured == [("tiny", 224), ("interrupted", 0), ("small", 224)]
+    exported_speed.main([*command, "--seconds", "1"])
+    assert len(measured) == 3, "less than what is there"
+    monkeypatch.setattr(exported_speed, "RUNTIMES", (*exported_speed.RUNTIMES, "another"))
+    exported_speed.main(command)
+    assert measured[3:] == [("tiny", 224), ("small", 224)], "a runtime that was missing is measured now"
+
+
+def test_runtimes_that_answer_differently_are_not_timed() -> None:
+    exact = torch.tensor([[1.0, -2.0]])
+    exported_speed.check_answers({"PyTorch": exact, "R": (exact * (1 + 1e-6)).numpy()})
+    for wrong in (exact * 1.1, exact * float("nan")):
+        with pytest.raises(SystemExit, match=r"Expected the logits of R within 0\.001 of PyTorch's, got"):
+            exported_speed.check_answers({"PyTorch": exact, "R": wrong.numpy()})
+
+
+@pytest.mark.parametrize("arguments", [["--img-sizes", "100"], ["--sizes", "huge"], ["--seconds", "-1"]])
+def test_comparison_of_exports_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        exported_speed.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
 
 
 def test_speed_up_is_the_median_ratio_within_turns() -> None:

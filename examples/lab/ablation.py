@@ -9,9 +9,19 @@ from functools import partial
 from typing import Any
 
 import above  # noqa: F401
+import markdown_table
 import torch
 from digits import IMAGE_SIZE, Digits, digit_loader
-from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options
+from runs import (
+    decimal,
+    mean_spread,
+    parse_counts,
+    plus_minus,
+    provenance,
+    results_file,
+    run_all,
+    run_options,
+)
 from timm.utils import random_seed
 from torch.nn import functional as F
 from training import MODEL, RECIPE, accuracy, create_model, train
@@ -104,11 +114,7 @@ def difference(runs: list[dict[str, Any]], setting: str) -> tuple[float, float]:
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown tables of all settings and of the zero-shot resolutions, and a sentence on what beats the default."""
     settings = [setting for setting in CHANGES if any(run["setting"] == setting for run in runs)]
-    lines = [
-        "| setting | seeds | top-1 | spread | to default, ± 2 standard errors | parameters |",
-        "|---|---|---|---|---|---|",
-    ]
-    better = []
+    rows, better = [], []
     for setting in settings:
         of_setting = [run for run in runs if run["setting"] == setting]
         mean, spread = mean_spread([run["accuracy"] for run in of_setting])
@@ -118,28 +124,25 @@ def table(runs: list[dict[str, Any]]) -> str:
             to_default = f"{gain:+.1f} ± {decimal(margin)}"
             if gain > margin:
                 better.append(f"{setting} ({to_default})")
-        lines.append(
-            f"| {setting} | {len(of_setting)} | {mean:.1f} | {decimal(spread)} | {to_default} "
-            f"| {of_setting[0]['parameters']:,} |"
-        )
+        parameters = f"{of_setting[0]['parameters']:,}"
+        rows.append([setting, len(of_setting), f"{mean:.1f}", decimal(spread), to_default, parameters])
+    header = ["setting", "seeds", "top-1", "spread", "to default, ± 2 standard errors", "parameters"]
     verdict = ", ".join(better) if better else "nothing"
-    lines += ["", f"Better than the default by more than two standard errors: {verdict}.", ""]
     sizes = [str(IMAGE_SIZE), *map(str, ZERO_SHOT_SIZES)]
-    lines += [
-        "| trained at 28 px, tested at | " + " | ".join(f"{size} px" for size in sizes) + " |",
-        "|---" * (len(sizes) + 1) + "|",
-    ]
+    resized = []
     for setting in settings:
         of_setting = [run for run in runs if run["setting"] == setting and "zero_shot" in run]
         for kernels in of_setting[0]["zero_shot"] if of_setting else ():
-            cells = []
-            for size in sizes:
-                values = [run["zero_shot"][kernels].get(size, run["accuracy"]) for run in of_setting]
-                mean, spread = mean_spread(values)
-                cells.append(f"{mean:.1f} ± {decimal(spread)}")
             name = setting if kernels == "attention" else f"{setting}, kernels {kernels}"
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            tested = [[run["zero_shot"][kernels].get(size, run["accuracy"]) for run in of_setting] for size in sizes]
+            resized.append([name, *map(plus_minus, tested)])
+    return "\n\n".join(
+        [
+            markdown_table.table(header, rows),
+            f"Better than the default by more than two standard errors: {verdict}.",
+            markdown_table.table(["trained at 28 px, tested at", *(f"{size} px" for size in sizes)], resized),
+        ]
+    )
 
 
 def weakest_gradients(grid: int, images: int = 16) -> dict[str, float]:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_speed import FILL, create, free_bytes, is_out_of_memory, precision, score_bytes, training_step
+from bench_speed import FILL, create, free_bytes, precision, score_bytes, training_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from turns import is_out_of_memory
 
 
 def measure_apart(task: dict[str, Any]) -> dict[str, int | None] | None:

@@ -4,7 +4,9 @@ import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
+import markdown_table
 from bench_speed import PATCH, SETTINGS, SIZES
+from markdown_table import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,18 +166,18 @@ def summary(conditions: dict[str, Any], records: Records) -> dict[str, str]:
 def speed_table(records: Records, title: str) -> str:
     if not records:
         return ""
-    lines = [
-        f"| {title} | px | batch | images/s | to ceiling | to twin | to twin, unfused | to timm's ViT | turns |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for record in records:
-        cells = [spread(ratios(record, "ceiling"), ".0%")]
-        cells += [spread(ratios(record, other), ".2f") for other in ("twin", "unfused", "timm")]
-        lines.append(
-            f"| {record['size']}, {record['setting']} | {record['img_size']} | {record['batch']} "
-            f"| {number(throughput(record, 'ssog'), '.2f')} | {' | '.join(cells)}" + f" | {turns(record)} |"
-        )
-    return "\n".join(lines)
+        speed = number(throughput(record, "ssog"), ".2f")
+        others = [spread(ratios(record, other), ".2f") for other in ("twin", "unfused", "timm")]
+        rows.append([*cell(record), speed, spread(ratios(record, "ceiling"), ".0%"), *others, turns(record)])
+    figures = ["images/s", "to ceiling", "to twin", "to twin, unfused", "to timm's ViT", "turns"]
+    return markdown_table.table([title, "px", "batch", *figures], rows)
+
+
+def cell(record: dict[str, Any]) -> list[Any]:
+    """What a row says of where it was measured."""
+    return [f"{record['size']}, {record['setting']}", record["img_size"], record["batch"]]
 
 
 def turns(record: dict[str, Any]) -> str:
@@ -187,8 +189,7 @@ def turns(record: dict[str, Any]) -> str:
 def memory_table(records: Records, title: str) -> str:
     if not records:
         return ""
-    lines = [f"| {title} | px | batch | " + " | ".join(LABELS.values()) + " | to twin | to twin, unfused |"]
-    lines.append("|---" * (len(LABELS) + 5) + "|")
+    rows = []
     for record in records:
         figures = []
         for model in LABELS:
@@ -199,38 +200,30 @@ def memory_table(records: Records, title: str) -> str:
                 text = f"{found['peak'] / 2**20:.0f}{whole}"
             figures.append(text)
         shares = [number(memory_share(record, other, "peak"), ".0%") for other in ("twin", "unfused")]
-        lines.append(
-            f"| {record['size']}, {record['setting']} | {record['img_size']} | {record['batch']} | "
-            + " | ".join([*figures, *shares])
-            + " |"
-        )
-    return "\n".join(lines)
+        rows.append([*cell(record), *figures, *shares])
+    return markdown_table.table([title, "px", "batch", *LABELS.values(), "to twin", "to twin, unfused"], rows)
 
 
 def growth_table(records: Records) -> str:
     sizes = [size for size in SIZES if growth(records, size, "ssog") is not None]
     if not sizes:
         return ""
-    lines = ["| time of mixing, exponent of the tokens | SSoG | attention, fused | attention, unfused |"]
-    lines.append("|---|---|---|---|")
-    for size in sizes:
-        figures = [number(growth(records, size, model), ".2f") for model in ("ssog", "twin", "unfused")]
-        lines.append(f"| {size} | " + " | ".join(figures) + " |")
-    return "\n".join(lines)
+    models = ("ssog", "twin", "unfused")
+    rows = [[size, *(number(growth(records, size, model), ".2f") for model in models)] for size in sizes]
+    header = ["time of mixing, exponent of the tokens", "SSoG", "attention, fused", "attention, unfused"]
+    return markdown_table.table(header, rows)
 
 
 def cost_table(records: Records) -> str:
     if not records:
         return ""
-    lines = [
-        "| parameters (GFLOPs) | px | " + " | ".join(LABELS[model] for model in LABELS if model != "unfused") + " |"
-    ]
-    lines.append("|---" * (len(LABELS) + 1) + "|")
+    models = [model for model in LABELS if model != "unfused"]
+    rows = []
     for record in records:
-        counts = [record["counts"].get(model) for model in LABELS if model != "unfused"]
+        counts = [record["counts"].get(model) for model in models]
         figures = [f"{one['parameters'] / 1e6:.2f} M ({one['flops'] / 1e9:.1f})" if one else "-" for one in counts]
-        lines.append(f"| {record['size']}, {record['setting']} | {record['img_size']} | " + " | ".join(figures) + " |")
-    return "\n".join(lines)
+        rows.append([f"{record['size']}, {record['setting']}", record["img_size"], *figures])
+    return markdown_table.table(["parameters (GFLOPs)", "px", *(LABELS[model] for model in models)], rows)
 
 
 def targets_table(verdicts: list[dict[str, Any]]) -> str:
@@ -240,20 +233,13 @@ def targets_table(verdicts: list[dict[str, Any]]) -> str:
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for verdict in verdicts:
         groups.setdefault((verdict["target"], verdict["bound"]), []).append(verdict)
-    lines = ["| target | | reached | met | missed |", "|---|---|---|---|---|"]
+    rows = []
     for (target, bound), group in groups.items():
         reached = [verdict["reached"] for verdict in group]
         missed = [f"{verdict['where']} ({verdict['reached']:.4f})" for verdict in group if not verdict["met"]]
-        lines.append(
-            f"| {target} | {bound:.2f} | {min(reached):.2f} to {max(reached):.2f} "
-            f"| {len(group) - len(missed)} of {len(group)} | {'; '.join(missed)} |"
-        )
-    return "\n".join(lines)
-
-
-def number(value: float | None, form: str) -> str:
-    """A formatted number, or a dash for None."""
-    return "-" if value is None else f"{value:{form}}"
+        met = f"{len(group) - len(missed)} of {len(group)}"
+        rows.append([target, f"{bound:.2f}", f"{min(reached):.2f} to {max(reached):.2f}", met, "; ".join(missed)])
+    return markdown_table.table(["target", "", "reached", "met", "missed"], rows)
 
 
 def spread(values: list[float], form: str) -> str:

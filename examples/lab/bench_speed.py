@@ -1,8 +1,7 @@
-"""The models that are compared, and their times: they take turns, so that whatever else goes on hits all of them."""
+"""The models that are compared, and their times, taken in turns."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from timm.layers import set_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from turns import take_turns, timer
 
 import timm_ssog
 
@@ -26,10 +26,6 @@ MODELS = ("ssog", "twin", "unfused", "ceiling", "timm")
 """SSoG; its attention twin with the fused kernel and without; nothing mixed; timm's own ViT (discrete only)."""
 
 BLOCKS, PATCH = 12, 16
-LEAST_TURNS, MOST_TURNS = 3, 50
-
-DUEL = ("ssog", "ceiling")
-"""Where others are so slow that there is time for a few turns only, these two go on: a few percent are between them."""
 
 FILL = 0.8
 """Share of the free memory that the scores of the unfused twin may take; where they need more it is left out."""
@@ -89,74 +85,6 @@ def free_bytes(device: torch.device) -> float:
     return float("inf")
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether there was too little memory; on the CPU torch has no type for that."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def take_turns(
-    calls: dict[str, Callable[[], Any]],
-    *,
-    device: torch.device,
-    clock: Callable[[], float],
-    seconds: float,
-    advance: Callable[[float], Any],
-) -> dict[str, list[float]]:
-    """Time calls in turns for about some seconds.
-
-    Args:
-        calls: What to time, by name; all of it once a turn. What runs out of memory drops out.
-        device: Where the calls run.
-        clock: Tells seconds.
-        seconds: About how long; there are at least `LEAST_TURNS` and at most `MOST_TURNS`. The two of `DUEL` have as
-            many turns as they would have on their own.
-        advance: Is told after every turn which share of all turns it was.
-
-    Returns:
-        The milliseconds of every turn, by name; where lengths differ, the shorter ones are of the first turns.
-    """
-    calls = dict(calls)
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def turn(names: Iterable[str]) -> dict[str, float]:
-        times = {}
-        for name in names:
-            if (call := calls.get(name)) is None:
-                continue
-            synchronize()
-            start = clock()
-            try:
-                call()
-                synchronize()
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                del calls[name]
-                torch.cuda.empty_cache()
-                continue
-            times[name] = 1e3 * (clock() - start)
-        return times
-
-    def turns_in_time(names: Iterable[str]) -> int:
-        return min(MOST_TURNS, max(LEAST_TURNS, int(1e3 * seconds / max(sum(first[name] for name in names), 1e-9))))
-
-    first = turn(tuple(calls))
-    count = turns_in_time(first)
-    total = turns_in_time(DUEL) if set(DUEL) <= set(calls) else count
-    # the first turn may still set things up; where turns are so long that there are only a few, this is nothing
-    turns = []
-    if count == LEAST_TURNS and seconds > 0:
-        turns.append(first)
-        advance(1 / total)
-    while len(turns) < total:
-        turns.append(turn(tuple(calls) if len(turns) < count else DUEL))
-        advance(1 / total)
-    return {name: [round(times[name], 3) for times in turns if name in times] for name in calls}
-
-
 def measure_models(
     size: str,
     setting: str,
@@ -188,13 +116,13 @@ def measure_models(
             step = training_step(network, bf16)
             step(corner, labels)
             calls[model] = partial(step, images, labels)
-        return take_turns(calls, device=device, clock=clock, seconds=seconds, advance=advance)
+        return take_turns(calls, timer=timer(clock, device), seconds=seconds, advance=advance)
     # one autocast around all calls keeps the cast weights, as weights in bfloat16 would stay what they are
     with torch.inference_mode(), precision(device, bf16):
         for model, network in networks.items():
             network(corner)
             calls[model] = partial(network, images)
-        return take_turns(calls, device=device, clock=clock, seconds=seconds, advance=advance)
+        return take_turns(calls, timer=timer(clock, device), seconds=seconds, advance=advance)
 
 
 def measure_mixing(
@@ -232,17 +160,7 @@ def measure_mixing(
     with torch.inference_mode():
         for call in calls.values():
             call()
-        return take_turns(calls, device=device, clock=clock, seconds=seconds, advance=advance)
-
-
-def wall_clock() -> float:
-    """Seconds that pass for everybody."""
-    return time.perf_counter()
-
-
-def cpu_clock() -> float:
-    """Seconds that this process computed: with one thread the wall clock, but for what others did in between."""
-    return time.process_time()
+        return take_turns(calls, timer=timer(clock, device), seconds=seconds, advance=advance)
 
 
 def count(model: str, size: str, setting: str, img_size: int) -> dict[str, int]:

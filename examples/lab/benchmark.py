@@ -22,20 +22,19 @@ import timm
 import torch
 from bench_speed import (
     BLOCKS,
-    LEAST_TURNS,
     MODELS,
     PATCH,
     SETTINGS,
     SIZES,
     count,
-    cpu_clock,
     measure_mixing,
     measure_models,
     models_of,
-    wall_clock,
 )
 from runs import OUTPUT, claimed, results_of, write_results
 from tqdm import tqdm
+from turns import LEAST_TURNS, cpu_clock, wall_clock
+from whole import write_whole
 
 MEASURES = ("inference", "training", "mixing", "inference memory", "training memory", "cost")
 """Times of a forward pass, of a training step and of mixing alone; peak memory of both; parameters and FLOPs."""
@@ -256,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
     with claimed(options.output):
         records = measure_missing(options, where)
         text = bench_report.report(where, records)
-        options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        write_whole(options.output.with_suffix(".md"), text + "\n")
         bench_report.figure(records).savefig(options.output.with_suffix(".png"), dpi=120)
     print(text)
 

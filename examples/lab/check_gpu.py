@@ -27,9 +27,12 @@ if __name__ == "__main__" and "cpu" in sys.argv:
 
 import timm
 import torch
+from markdown_table import number, table
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional as F
+from turns import Call, Timer, take_turns, timer, wall_clock
+from whole import write_whole
 
 import timm_ssog
 from timm_ssog.ops import fused
@@ -72,8 +75,6 @@ SAMPLE_SECONDS = 2e-3
 
 RESULTS = Path(__file__).parents[1] / "results" / "check_gpu.json"
 QUICK_RESULTS = Path(__file__).parents[2] / "output" / "check_gpu-quick.json"
-
-Run = Callable[[], Any]
 
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -134,40 +135,28 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def seconds_per_call(run: Run, calls: int, device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        for _ in range(calls):
-            run()
-        return (time.perf_counter() - begin) / calls
+def seconds_per_call(call: Call, repeats: int) -> float:
+    """Seconds of each of several calls on the card, by its own clock."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    for _ in range(calls):
-        run()
+    for _ in range(repeats):
+        call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
+    return start.elapsed_time(end) / 1e3 / repeats
 
 
-def take_turns(runs: dict[str, Run], device: torch.device, turns: int) -> dict[str, list[float]]:
-    """Seconds a call of each, in turns; what fails is left out, and says so."""
-    calls, samples = {}, {}
-    for name, run in list(runs.items()):
-        try:
-            run()
-            once = seconds_per_call(run, 1, device)
-        except Exception as error:
-            print(f"  {name} does not run: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-            continue
-        calls[name] = max(1, min(200, int(SAMPLE_SECONDS / once)))
-        samples[name] = []
-    for _ in range(turns):
-        for name, count in calls.items():
-            samples[name].append(seconds_per_call(runs[name], count, device))
-    return samples
+def timer_of(device: torch.device) -> Timer:
+    return seconds_per_call if device.type == "cuda" else timer(wall_clock)
 
 
-def as_graph(run: Run, device: torch.device) -> Run:
+def says_so(name: str, error: Exception) -> bool:
+    """Leave out what fails, whatever the reason."""
+    print(f"  {name} does not run: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+    return True
+
+
+def as_graph(run: Call, device: torch.device) -> Call:
     """The same work as one CUDA graph, which takes the time of the launches away; the call itself elsewhere."""
     if device.type != "cuda":
         return run
@@ -204,31 +193,31 @@ def time_operator(
         "attention": (F.scaled_dot_product_attention, attended),
     }
 
-    def forward(function: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
+    def forward(function: Callable[..., Tensor], tensors: list[Tensor]) -> Call:
         def run() -> None:
             with torch.no_grad():
                 function(*tensors)
 
         return run
 
-    def step(function: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
+    def step(function: Callable[..., Tensor], tensors: list[Tensor]) -> Call:
         grad = torch.randn_like(function(*tensors))
         return lambda: torch.autograd.grad(function(*tensors), tensors, grad)
 
     flops = 4 * components * grid**3 * heads * head_dim * batch
     records = []
     for part in ("forward", "forward, graph", "forward and backward"):
-        runs: dict[str, Run] = {}
+        runs: dict[str, Call] = {}
         for name, contender in contenders.items():
             try:
                 run = (step if "backward" in part else forward)(*contender)
                 runs[name] = as_graph(run, device) if "graph" in part else run
             except Exception as error:
                 print(f"  {part}, {name} is left out: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-        samples = take_turns(runs, device, turns)
+        samples = take_turns(runs, timer=timer_of(device), turns=turns, sample_seconds=SAMPLE_SECONDS, drops=says_so)
         medians = {name: statistics.median(times) for name, times in samples.items()}
         record: dict[str, Any] = {"grid": grid, "batch": batch, "part": part}
-        record["us"] = {name: 1e6 * seconds for name, seconds in medians.items()}
+        record["us"] = {name: 1e3 * ms for name, ms in medians.items()}
         if "fused" in samples:
             record["speedup over"] = {
                 name: statistics.median(t / f for t, f in zip(times, samples["fused"], strict=True))
@@ -236,8 +225,8 @@ def time_operator(
                 if name != "fused"
             }
             if "backward" not in part:
-                record["fused TFLOP/s"] = flops / medians["fused"] / 1e12
-                record["fused GB/s"] = 4 * inputs[0].numel() / medians["fused"] / 1e9
+                record["fused TFLOP/s"] = flops / medians["fused"] / 1e9
+                record["fused GB/s"] = 4 * inputs[0].numel() / medians["fused"] / 1e6
         records.append(record)
     return records
 
@@ -254,9 +243,9 @@ def ceilings(device: torch.device, quick: bool) -> dict[str, float]:
     return found
 
 
-def best(run: Run, device: torch.device) -> float:
+def best(run: Call, device: torch.device) -> float:
     run()
-    return min(seconds_per_call(run, 3, device) for _ in range(5))
+    return min(timer_of(device)(run, 3) for _ in range(5))
 
 
 def create(name: str, variant: str, device: torch.device, quick: bool) -> nn.Module:
@@ -267,7 +256,7 @@ def create(name: str, variant: str, device: torch.device, quick: bool) -> nn.Mod
     return timm.create_model(name, **options).to(device)
 
 
-def model_step(model: nn.Module, images: Tensor, training: bool) -> Run:
+def model_step(model: nn.Module, images: Tensor, training: bool) -> Call:
     device = images.device.type
     labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
 
@@ -312,9 +301,9 @@ def measure_models(
         del model
         release(device)
     runs = {variant: model_step(model.to(device), images, training) for variant, model in models.items()}
-    samples = take_turns(runs, device, turns)
+    samples = take_turns(runs, timer=timer_of(device), turns=turns, sample_seconds=SAMPLE_SECONDS, drops=says_so)
     for variant, times in samples.items():
-        record["images/s"][variant] = batch / statistics.median(times)
+        record["images/s"][variant] = 1e3 * batch / statistics.median(times)
         record[f"speedup over {variant}"] = statistics.median(
             t / own for t, own in zip(times, samples.get("ssog", times), strict=True)
         )
@@ -385,23 +374,21 @@ def report(results: dict[str, Any]) -> str:
     )
     lines += [f"WRONG: {json.dumps(record)}" for record in wrong]
     lines += ["", *(f"{name}: {figure:,.2f}" for name, figure in results["ceilings"].items())]
-    if results["operator"]:
-        lines += ["", "| operator, us | grid | batch | fused | eager | compiled einsum | attention |", "|" + "---|" * 7]
+    contenders = ("fused", "eager", "compiled einsum", "attention")
+    rows = []
     for record in results["operator"]:
-        figures = (record["us"].get(name) for name in ("fused", "eager", "compiled einsum", "attention"))
-        lines.append(
-            f"| {record['part']} | {record['grid']} | {record['batch']} | "
-            + " | ".join("-" if figure is None else f"{figure:.1f}" for figure in figures)
-            + " |"
-        )
-    if results["models"]:
-        lines += ["", "| model | px | batch | images/s | twin | unfused | MiB | twin | unfused |", "|" + "---|" * 9]
+        figures = (number(record["us"].get(name), ".1f") for name in contenders)
+        rows.append([record["part"], record["grid"], record["batch"], *figures])
+    if rows:
+        lines += ["", table(["operator, us", "grid", "batch", *contenders], rows)]
+    rows = []
     for record in results["models"]:
-        figures = [record[key].get(variant) for key in ("images/s", "peak MiB") for variant in VARIANTS]
-        lines.append(
-            f"| {record['model']}, {'training' if record['training'] else 'inference'} | {record['px']} "
-            f"| {record['batch']} | " + " | ".join("-" if f is None else f"{f:.4g}" for f in figures) + " |"
-        )
+        name = f"{record['model']}, {'training' if record['training'] else 'inference'}"
+        figures = [number(record[key].get(variant), ".4g") for key in ("images/s", "peak MiB") for variant in VARIANTS]
+        rows.append([name, record["px"], record["batch"], *figures])
+    if rows:
+        header = ["model", "px", "batch", "images/s", *VARIANTS[1:], "MiB", *VARIANTS[1:]]
+        lines += ["", table(header, rows)]
     for verdict in results["targets"]:
         met = "Met" if verdict["met"] else "MISSED"
         lines.append(f"\n{met}: {verdict['target']}: {verdict['reached']:.2f} (at least {verdict['least']}).")
@@ -415,9 +402,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = ((path, json.dumps(results, indent=1)), (path.with_suffix(".md"), report(results)))
     for target, text in texts:
-        partial = target.with_name(target.name + ".part")
-        partial.write_text(text + "\n")
-        os.replace(partial, target)
+        write_whole(target, text + "\n")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import above  # noqa: F401
+import markdown_table
 import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
-from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options
+from runs import parse_counts, plus_minus, provenance, results_file, run_all, run_options
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
 from timm.utils import random_seed
 from torch import Tensor
@@ -195,11 +196,7 @@ def run(setting: str, seed: int, epochs: int, limit: int | None, folder: Path | 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown tables: means over seeds and their spread, of continuous and of looped settings."""
     figures = (("accuracy", 1), ("exact_accuracy", 1), ("drift", 3), ("flips", 1), ("half", 1), ("rk4 x 3", 1))
-    lines = [
-        "| setting | seeds | top-1 | top-1 of the exact flow | drift, logit spreads | predictions that differ, % "
-        "| midpoint x 3 | rk4 x 3 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for setting in SETTINGS:
         of_setting = [record for record in runs if record["setting"] == setting and "flips" in record]
         if of_setting:
@@ -207,24 +204,20 @@ def table(runs: list[dict[str, Any]]) -> str:
             for name, digits in figures:
                 found = [record[name] for record in of_setting]
                 values = [value["accuracy"] if isinstance(value, dict) else value for value in found]
-                mean, spread = mean_spread(values)
-                cells.append(f"{mean:.{digits}f} ± {decimal(spread, digits)}")
-            lines.append(f"| {setting} | {len(of_setting)} | {' | '.join(cells)} |")
+                cells.append(plus_minus(values, digits))
+            rows.append([setting, len(of_setting), *cells])
+    names = ["top-1", "top-1 of the exact flow", "drift, logit spreads", "predictions that differ, %"]
+    tables = [markdown_table.table(["setting", "seeds", *names, "midpoint x 3", "rk4 x 3"], rows)]
     looped = [record for record in runs if "by_loops" in record]
     if looped:
         counts = list(looped[0]["by_loops"])
-        lines += ["", "| trained with 12 loops, tested with | " + " | ".join(counts) + " |"]
-        lines.append("|---" * (len(counts) + 1) + "|")
+        rows = []
         for setting in SETTINGS:
             of_setting = [record["by_loops"] for record in looped if record["setting"] == setting]
             if of_setting:
-                cells = [
-                    f"{mean:.1f} ± {decimal(spread)}"
-                    for count in counts
-                    for mean, spread in [mean_spread([by_loops[count] for by_loops in of_setting])]
-                ]
-                lines.append(f"| {setting} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                rows.append([setting, *(plus_minus([by_loops[count] for by_loops in of_setting]) for count in counts)])
+        tables.append(markdown_table.table(["trained with 12 loops, tested with", *counts], rows))
+    return "\n\n".join(tables)
 
 
 def main(argv: list[str] | None = None) -> None:

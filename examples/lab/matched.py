@@ -13,11 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import above  # noqa: F401
+import markdown_table
 import timm
 import torch
 from demo import DEPTHS, EPOCHS, INPUT, MIXERS, SIZE
 from digits import Digits, digit_loader
-from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options
+from runs import (
+    decimal,
+    mean_spread,
+    parse_counts,
+    plus_minus,
+    provenance,
+    results_file,
+    run_all,
+    run_options,
+)
 from timm.data import create_dataset, create_loader
 from timm.utils import random_seed
 from torch import nn
@@ -193,11 +203,9 @@ def gain(differences: list[float]) -> tuple[float, float]:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown tables of accuracy and of zero-shot resolution, and how each depth stands to the paper's claim."""
-    lines = [
-        "| depth | width | seeds | parameters | twin's | SSoG top-1 | twin's | paired difference ± 2 standard errors |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    verdicts = []
+    header = ["depth", "width", "seeds", "parameters", "twin's", "SSoG top-1", "twin's"]
+    header.append("paired difference ± 2 standard errors")
+    rows, verdicts = [], []
     ours, twin = MIXERS
     for depth in DEPTHS:
         for width in WIDTHS:
@@ -205,18 +213,11 @@ def table(runs: list[dict[str, Any]]) -> str:
             differences = paired(runs, depth, width)
             if not differences:
                 continue
-            cells = [
-                f"{mean:.1f} ± {decimal(spread)}"
-                for of_mixer in both
-                for mean, spread in [mean_spread([record["accuracy"] for record in of_mixer])]
-            ]
+            cells = [plus_minus([record["accuracy"] for record in of_mixer]) for of_mixer in both]
             mean, margin = gain(differences)
-            parameters = [of_mixer[0]["parameters"] for of_mixer in both]
-            lines.append(
-                f"| {depth} | {width} | {len(differences)} | {parameters[0]:,} "
-                f"({parameters[0] / parameters[1] - 1:+.1%}) | {parameters[1]:,} | {' | '.join(cells)} "
-                f"| {mean:+.1f} ± {decimal(margin)} |"
-            )
+            own, dense = (of_mixer[0]["parameters"] for of_mixer in both)
+            parameters = [f"{own:,} ({own / dense - 1:+.1%})", f"{dense:,}"]
+            rows.append([depth, width, len(differences), *parameters, *cells, f"{mean:+.1f} ± {decimal(margin)}"])
         differences = paired(runs, depth)
         if differences:
             mean, margin = gain(differences)
@@ -227,8 +228,7 @@ def table(runs: list[dict[str, Any]]) -> str:
                 f"{ahead} by more than two standard errors; the paper's least margin, {MARGINS[depth]} on CIFAR-100, "
                 f"is {reached} here."
             )
-    lines += ["", *verdicts, "", "| tested at | " + " | ".join(f"{scale:g}x" for scale in SCALES) + " |"]
-    lines.append("|---" * (len(SCALES) + 1) + "|")
+    resized = []
     for depth in DEPTHS:
         for mixer in MIXERS:
             of_mixer = [
@@ -239,8 +239,14 @@ def table(runs: list[dict[str, Any]]) -> str:
             for kernels in of_mixer[0] if of_mixer else ():
                 means = [mean_spread([tested[kernels][f"{scale:g}"] for tested in of_mixer])[0] for scale in SCALES]
                 name = "twin" if kernels == twin else f"{ours}, kernels {kernels}"
-                lines.append(f"| {depth}, {name} | " + " | ".join(f"{mean:.1f}" for mean in means) + " |")
-    return "\n".join(lines)
+                resized.append([f"{depth}, {name}", *(f"{mean:.1f}" for mean in means)])
+    return "\n\n".join(
+        [
+            markdown_table.table(header, rows),
+            "\n".join(verdicts),
+            markdown_table.table(["tested at", *(f"{scale:g}x" for scale in SCALES)], resized),
+        ]
+    )
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

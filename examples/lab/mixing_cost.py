@@ -8,16 +8,17 @@ import argparse
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import markdown_table
 import torch
 from runs import claimed, write_results
-from torch import Tensor
 from tqdm import tqdm
+from turns import cpu_clock, take_turns, timer
 
 from timm_ssog.ops import eager
 
@@ -74,16 +75,9 @@ def measure(grid: tuple[int, int], batch: int, head_dim: int, components: int, r
 
     records = []
     for name, run in (("forward", forward), ("backward", backward)):
-        samples: dict[str, list[float]] = {form: [] for form in FORMS}
-        repeats = dict.fromkeys(FORMS, 1)
-        for round_index in range(-1, rounds):
-            for form, stacked_cost in FORMS.items():
-                with weights(stacked_cost, 0.0):
-                    seconds = _seconds(run, repeats[form])
-                if round_index < 0:
-                    repeats[form] = max(1, math.ceil(SAMPLE_SECONDS / max(_seconds(run, 1), 1e-6)))
-                else:
-                    samples[form].append(seconds)
+        calls = {form: partial(in_form, run, stacked_cost) for form, stacked_cost in FORMS.items()}
+        # CPU time: with one thread it leaves out what else the machine is doing
+        samples = take_turns(calls, timer=timer(cpu_clock), turns=rounds, sample_seconds=SAMPLE_SECONDS)
         records.append(
             {
                 "pass": name,
@@ -91,18 +85,16 @@ def measure(grid: tuple[int, int], batch: int, head_dim: int, components: int, r
                 "batch": batch,
                 "head_dim": head_dim,
                 "components": components,
-                **{form: 1e3 * statistics.median(values) for form, values in samples.items()},
+                **{form: statistics.median(values) for form, values in samples.items()},
             }
         )
     return records
 
 
-def _seconds(run: Callable[[], Tensor], repeats: int) -> float:
-    # CPU time: with one thread it leaves out what else the machine is doing
-    start = time.process_time()
-    for _ in range(repeats):
+def in_form(run: Callable[[], Any], stacked_cost: float) -> None:
+    """Make a call with the constants that pick one form."""
+    with weights(stacked_cost, 0.0):
         run()
-    return (time.process_time() - start) / repeats
 
 
 def picks_dense(record: dict[str, Any]) -> bool:
@@ -140,19 +132,15 @@ def fit(records: list[dict[str, Any]]) -> tuple[float, float]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown table of all cases; picks that lost time are marked by how much."""
-    lines = [
-        "| pass | grid | batch | head_dim | components | dense, ms | stacked, ms | rule | loses |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for record in records:
         pick = "dense" if picks_dense(record) else "stacked"
         lost = record[pick] / min(record["dense"], record["stacked"]) - 1
-        lines.append(
-            f"| {record['pass']} | {record['grid'][0]} x {record['grid'][1]} | {record['batch']} "
-            f"| {record['head_dim']} | {record['components']} | {record['dense']:.3f} | {record['stacked']:.3f} "
-            f"| {pick} | {f'{lost:.0%}' if lost else ''} |"
-        )
-    return "\n".join(lines)
+        case = [f"{record['grid'][0]} x {record['grid'][1]}", record["batch"], record["head_dim"], record["components"]]
+        times = (f"{record[form]:.3f}" for form in FORMS)
+        rows.append([record["pass"], *case, *times, pick, f"{lost:.0%}" if lost else ""])
+    header = ["pass", "grid", "batch", "head_dim", "components", *(f"{form}, ms" for form in FORMS), "rule", "loses"]
+    return markdown_table.table(header, rows)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -195,15 +183,16 @@ def sweep(options: argparse.Namespace) -> None:
         "always dense": (math.inf, 0.0),
         "always stacked": (0.0, 0.0),
     }
-    print("\n| constants | STACKED_COST | BUILD_COST | time lost, mean of all cases | forward | backward |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for name, constants in choices.items():
         shares = [regret(records, *constants)]
         shares += [
             regret([record for record in records if record["pass"] == part], *constants)
             for part in ("forward", "backward")
         ]
-        print(f"| {name} | {constants[0]:.1f} | {constants[1]:.1f} | " + " | ".join(f"{x:.1%}" for x in shares) + " |")
+        rows.append([name, *(f"{constant:.1f}" for constant in constants), *(f"{share:.1%}" for share in shares)])
+    header = ["constants", "STACKED_COST", "BUILD_COST", "time lost, mean of all cases", "forward", "backward"]
+    print(f"\n{markdown_table.table(header, rows)}")
 
 
 if __name__ == "__main__":

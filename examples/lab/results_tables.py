@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_report
+from whole import write_whole
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAGE = RESULTS / "README.md"
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     elif options.check:
         raise SystemExit(f"{PAGE} differs from the results: python examples/lab/results_tables.py")
     else:
-        PAGE.write_text(filled, encoding="utf-8")
+        write_whole(PAGE, filled)
         print(f"{PAGE} now holds the tables of the results.")
 
 

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import signal
 import statistics
 import sys
@@ -19,6 +18,7 @@ import timm
 import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
+from whole import write_whole
 
 OUTPUT = Path(__file__).parents[2] / "output"
 
@@ -86,10 +86,8 @@ def results_of(path: Path, recipe: dict[str, Any], fields: Collection[str]) -> l
 
 
 def write_results(path: Path, recipe: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    """Write all runs at once, so that an interruption leaves either the old or the new file."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    """Write all runs at once."""
+    write_whole(path, json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
 
 
 def records(run: Callable[[str, int], dict[str, Any]], tasks: list[Task], jobs: int) -> Iterator[dict[str, Any]]:
@@ -193,3 +191,9 @@ def mean_spread(values: list[float]) -> tuple[float, float]:
 def decimal(value: float, digits: int = 1) -> str:
     """So many decimals, and a dash for nan."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def plus_minus(values: list[float], digits: int = 1) -> str:
+    """Mean and standard deviation, with so many decimals."""
+    mean, spread = mean_spread(values)
+    return f"{mean:.{digits}f} ± {decimal(spread, digits)}"

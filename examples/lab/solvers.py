@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import above  # noqa: F401
+import markdown_table
 import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
-from runs import decimal, mean_spread, parse_counts, provenance, results_file, run_all, run_options
+from runs import parse_counts, plus_minus, provenance, results_file, run_all, run_options
 from timm.utils import random_seed
 from training import MODEL, RECIPE, accuracy, create_model, train
 
@@ -78,20 +79,17 @@ def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, An
 
 def table(runs: list[dict[str, Any]]) -> str:
     """A Markdown table of the solvers: means over seeds, and their spread."""
-    lines = [
-        "| solver | seeds | top-1 | top-1 of the exact flow | drift, logit spreads | predictions that differ |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for setting in SOLVERS:
         of_setting = [record for record in runs if record["setting"] == setting]
         if of_setting:
-            cells = [
-                f"{mean:.{digits}f} ± {decimal(spread, digits)}"
+            *cells, flips = (
+                plus_minus([record[figure] for record in of_setting], digits)
                 for figure, digits in (("accuracy", 1), ("exact_accuracy", 1), ("drift", 2), ("flips", 1))
-                for mean, spread in [mean_spread([record[figure] for record in of_setting])]
-            ]
-            lines.append(f"| {setting} | {len(of_setting)} | {' | '.join(cells)} % |")
-    return "\n".join(lines)
+            )
+            rows.append([setting, len(of_setting), *cells, f"{flips} %"])
+    figures = ["top-1", "top-1 of the exact flow", "drift, logit spreads", "predictions that differ"]
+    return markdown_table.table(["solver", "seeds", *figures], rows)
 
 
 def main(argv: list[str] | None = None) -> None:

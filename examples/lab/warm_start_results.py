@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import above  # noqa: F401
+import markdown_table
 import timm
 import torch
 from runs import OUTPUT, mean_spread, parse_counts, provenance, results_file, run_all, run_options
@@ -144,16 +145,17 @@ def run(setting: str, seed: int, dataset: str, teachers: Path, cifar: Path | Non
 
 def table(runs: list[dict[str, Any]]) -> str:
     """A row per setting: top-1 over seeds, at the size of training and enlarged."""
-    lines = ["| start@epochs | seeds | top-1 | 1.5x | 2x | images |", "|---|---|---|---|---|---|"]
+    rows = []
     for setting in dict.fromkeys(run["setting"] for run in runs):
         of_setting = [run for run in runs if run["setting"] == setting]
         cells = [f"{mean_spread([run['accuracy'] for run in of_setting])[0]:.1f}"]
         for size in ZERO_SHOT:
             values = [run["zero_shot"][str(size)] for run in of_setting if "zero_shot" in run]
             cells.append(f"{mean_spread(values)[0]:.1f}" if values else "-")
-        lines.append(f"| {setting} | {len(of_setting)} | {' | '.join(cells)} | {of_setting[0]['images']} |")
+        rows.append([setting, len(of_setting), *cells, of_setting[0]["images"]])
+    drawn = markdown_table.table(["start@epochs", "seeds", "top-1", "1.5x", "2x", "images"], rows)
     teachers = [run["teacher"] for run in runs]
-    return "\n".join([*lines, "", f"Teachers: {min(teachers):.1f} to {max(teachers):.1f} %."])
+    return f"{drawn}\n\nTeachers: {min(teachers):.1f} to {max(teachers):.1f} %."
 
 
 def main(argv: list[str] | None = None) -> None:
