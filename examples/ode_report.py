@@ -1,6 +1,7 @@
 """Is it an ODE? Solve a trained continuous model with other solvers and steps, and see what its predictions do.
 
-Takes a folder that `make demo` or timm saved; by default the continuous model of the demo.
+Takes a folder that `make demo` or timm saved with a classifier of digits; by default the continuous model of the demo.
+Prints the report, the solve and the certificate, and writes ode_report.json and trajectory.png into that folder.
 """
 
 import argparse
@@ -23,6 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", nargs="?", type=Path, default=OUTPUT / "ssog-continuous", help="folder of the model")
     parser.add_argument("--images", type=int, default=200, help="test images to use (default: 200)")
     options = parser.parse_args(argv)
+    if options.images < 1:
+        parser.error(f"--images must be at least 1, got {options.images}")
     if not (options.model / "config.json").exists():
         raise SystemExit(f"{options.model} holds no model (config.json): run `make demo` first, or name its folder.")
     torch.set_num_threads(1)

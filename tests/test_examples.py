@@ -16,6 +16,8 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from PIL import Image
+from timm.models import save_for_hf
 
 import timm_ssog
 
@@ -25,7 +27,14 @@ sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "lab")]
 pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
 ablation: Any = importlib.import_module("ablation")
 demo: Any = importlib.import_module("demo")
+dense_features: Any = importlib.import_module("dense_features")
 digits: Any = importlib.import_module("digits")
+finetune: Any = importlib.import_module("finetune")
+ode_report: Any = importlib.import_module("ode_report")
+training: Any = importlib.import_module("training")
+
+DIGITS = EXAMPLES.parent / "hub_cards" / "vit_ssog_tiny.mnist5k"
+"""A trained classifier."""
 
 
 def imported(script: Path) -> set[str]:
@@ -39,7 +48,7 @@ def imported(script: Path) -> set[str]:
 def test_no_example_for_users_imports_from_the_lab():
     users = sorted(EXAMPLES.glob("*.py"))
     laboratory = {path.stem for path in (EXAMPLES / "lab").glob("*.py")} | {"lab"}
-    assert {"demo", "warm_start"} <= {path.stem for path in users}
+    assert {"demo", "dense_features", "finetune", "ode_report", "warm_start"} <= {path.stem for path in users}
     assert {path.name: imported(path) & laboratory for path in users if imported(path) & laboratory} == {}
     # a name in both folders would be found in the one or in the other
     assert not laboratory & {path.stem for path in users}
@@ -268,3 +277,129 @@ def test_demo_from_end_to_end(tmp_path: Path):
     assert printed("SSoG, kernels in cells")[1] == pytest.approx(cells)
     assert printed("attention")[0] == pytest.approx(percent_right(made / "attention-discrete", 32))
     assert not re.search(r"warning", result.stdout + result.stderr, re.IGNORECASE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An image folder as a user has one: digits 0 to 2, 20 of each to train on and 10 to validate."""
+    images, labels = digits.digits("train")
+    for label, name in enumerate(("nought", "one", "two")):
+        for number, image in enumerate(images[labels == label][:30]):
+            path = tmp_path / "data" / ("train" if number < 20 else "validation") / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+    return tmp_path / "data"
+
+
+def test_a_pretrained_model_is_finetuned_to_other_classes(folder: Path, capsys: pytest.CaptureFixture[str]):
+    out = folder.parent / "made" / "best.safetensors"
+    model = f"local-dir:{DIGITS}"
+    command = [str(folder), str(out), "--model", model, "--epochs", "2", "--batch-size", "10", "--device", "cpu"]
+    finetune.main([*command, "--pretrained"])
+    printed = capsys.readouterr().out
+    top1 = [float(figure) for figure in re.findall(r"^epoch \d of 2: top-1 ([\d.]+) %$", printed, re.MULTILINE)]
+    assert len(top1) == 2
+    assert max(top1) > 80
+    # the line that is printed is what a user pastes
+    scope: dict[str, Any] = {"timm": timm}
+    exec(f"loaded = {printed.splitlines()[-1]}", scope)
+    dataset = finetune.datasets(folder)[1]
+    dataset.input_img_mode = "L"
+    dataset.transform = timm.data.create_transform(**timm.data.resolve_model_data_config(scope["loaded"]))
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=10)
+    assert training.accuracy(scope["loaded"], loader) == pytest.approx(max(top1), abs=0.1)
+
+
+def test_a_new_model_is_trained_on_an_own_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "validation").rename(folder / "val")
+    out = folder.parent / "best.safetensors"
+    shape = ["img_size=28", "patch_size=4", "embed_dim=24", "depth=1", "num_heads=2"]
+    command = [str(folder), str(out), "--model", "vit_ssog_tiny", "--epochs", "1", "--device", "cpu"]
+    finetune.main([*command, "--batch-size", "30", "--img-size", "32", "--model-kwargs", *shape])
+    assert "img_size=28, patch_size=4" in capsys.readouterr().out
+    assert safetensors.torch.load_file(out)["head.weight"].shape == (3, 24)
+    with pytest.raises(SystemExit, match="Expected at least --batch-size 61 images to train on, got 60: lower it"):
+        finetune.main([*command, "--batch-size", "61", "--model-kwargs", *shape])
+
+
+def test_finetuning_refuses_what_it_cannot_use(folder: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments, message in (
+        (["x.pth"], "OUT must end in .safetensors, got x.pth"),
+        (["x.safetensors", "--epochs", "0"], "--epochs must be at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            finetune.main([str(folder), *arguments])
+        assert message in capsys.readouterr().err
+    (folder / "validation" / "two").rename(folder / "validation" / "three")
+    with pytest.raises(SystemExit, match=r"same classes in train and validation of .*, got nought, one, two and"):
+        finetune.datasets(folder)
+    (folder / "validation").rename(folder / "other")
+    with pytest.raises(SystemExit, match="validation with a folder per class, and it is not there"):
+        finetune.datasets(folder)
+
+
+def test_scenes_label_the_digits_on_them():
+    images, labels = dense_features.scenes("test", 96, 2, np.random.default_rng(0))
+    assert images.shape == (2, 1, 96, 96)
+    assert labels.shape == (2, 96, 96)
+    pixels = 255 * (images[:, 0] * digits.STD[0] + digits.MEAN[0])
+    assert torch.equal(pixels.round() > dense_features.INK, labels > 0)
+    assert len(labels.unique()) > 5
+    assert torch.equal(dense_features.scenes("test", 96, 2, np.random.default_rng(0))[1], labels)
+
+
+def test_segmentation_is_judged_by_its_pixels():
+    labels = torch.tensor([[[0, 0, 1, 1]]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[[0, 1, 1, 1]]]), 11).permute(0, 3, 1, 2).float()
+    right, overlap = dense_features.evaluate(torch.nn.Identity(), logits, labels)
+    assert right == 75
+    assert overlap == pytest.approx(100 * (1 / 2 + 2 / 3) / 2)
+
+
+def test_dense_features_serve_a_larger_image_than_trained_on(capsys: pytest.CaptureFixture[str]):
+    dense_features.main(["--steps", "60", "--test-sides", "128", "--images", "4"])
+    found = re.search(
+        r"^128 px: pixels right ([\d.]+) % \(background alone ([\d.]+) %\), mIoU ([\d.]+) %$",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
+    assert found
+    _, background, overlap = map(float, found.groups())
+    # who calls everything background has that share of one label of eleven
+    assert overlap > 1.3 * background / 11
+
+
+def test_dense_features_refuse_what_they_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments, message in (
+        (["--side", "20"], "a canvas must have at least the 28 px of a digit, got 20"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--model", str(tmp_path)], "holds no model (config.json)"),
+    ):
+        with pytest.raises(SystemExit):
+            dense_features.main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_a_continuous_model_is_reported_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = {**training.MODEL, "depth": 1, "horizon": 2.0, "solver_steps": 2, "patch_size": 7}
+    del arguments["pretrained_cfg_overlay"]
+    model = training.create_model("vit_ssog_tiny_ode", **arguments)
+    save_for_hf(model, str(tmp_path), model_args=arguments, safe_serialization=True)
+    ode_report.main([str(tmp_path), "--images", "8"])
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "ode_report.json").read_text())
+    assert report["verdict"] in printed
+    assert "finite, hence a unique solution" in printed
+    assert {row["solver"] for row in report["rows"]} == {"euler", "midpoint", "heun", "rk4"}
+    assert (tmp_path / "trajectory.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"holds no model \(config.json\)"):
+        ode_report.main([str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("name", ["dense_features", "finetune", "ode_report"])
+def test_examples_say_what_they_do(name: str, capsys: pytest.CaptureFixture[str]):
+    script = importlib.import_module(name)
+    with pytest.raises(SystemExit, match="0"):
+        script.main(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert " ".join((script.__doc__ or "").split()) in printed
