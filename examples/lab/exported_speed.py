@@ -176,6 +176,15 @@ def table(runs: list[dict[str, Any]]) -> str:
     )
 
 
+def setup(conditions: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """Sentences on where and when the cells were measured, and on what else the machine did."""
+    versions = {name: version for record in runs for name, version in record["versions"].items()}
+    where = bench_report.setup({**conditions, "device": "cpu", "versions": versions}, runs)
+    loads = [record["load"] for record in runs]
+    cores = conditions["cores"]
+    return f"{where} The load of the {cores} cores was {min(loads)} to {max(loads)}, this script included."
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="default: all three")
@@ -201,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
         print("OpenVINO is left out, as it is not installed: pip install openvino", file=sys.stderr)
     with claimed(options.output):
         runs = measure_missing(options)
-    print(f"{table(runs)}\n\nEvery turn: {options.output}")
+    print(f"{setup(recipe(), runs)}\n\n{table(runs)}\n\nEvery turn: {options.output}")
 
 
 if __name__ == "__main__":

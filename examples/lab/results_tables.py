@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 PAGE = RESULTS / "README.md"
 
 EXPERIMENTS = ("ablation", "exported_speed", "flow", "matched", "solvers")
-"""Scripts whose ``table`` makes Markdown of the runs in the results file of their name."""
+"""Scripts whose ``table`` makes Markdown of the runs in the results file of their name, and ``setup`` a sentence."""
 
 REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
 
@@ -37,7 +37,10 @@ def tables() -> dict[str, str]:
     found = {}
     for name in EXPERIMENTS:
         if content := results(name):
-            found[name] = importlib.import_module(name).table(content["runs"])
+            script = importlib.import_module(name)
+            found[name] = script.table(content["runs"])
+            if hasattr(script, "setup"):
+                found[f"{name} setup"] = script.setup(content["recipe"], content["runs"])
     if benchmark := results("benchmark"):
         found["benchmark setup"] = bench_report.setup(benchmark["recipe"], benchmark["runs"])
         for name, text in bench_report.summary(benchmark["recipe"], benchmark["runs"]).items():
