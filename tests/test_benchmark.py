@@ -522,6 +522,7 @@ def test_exported_models_take_turns_in_all_runtimes(tmp_path: Path, capsys: pyte
     assert list(record["milliseconds"]) == list(exported_speed.RUNTIMES)
     assert {"PyTorch", "ONNX Runtime"} <= set(exported_speed.RUNTIMES)
     printed = capsys.readouterr()
+    assert f"onnxruntime {record['versions']['onnxruntime']}" in printed.out
     for runtime, times in record["milliseconds"].items():
         assert set(times) == {"ssog", "twin", "timm"}
         assert [len(found) for found in times.values()] == [3, 3, 3]
@@ -541,7 +542,7 @@ def test_an_interrupted_comparison_of_exports_goes_on_where_it_stopped(
             raise KeyboardInterrupt
         measured.append((size, img_size))
         times = {"ssog": [1.0], "twin": [3.0], "timm": [2.0]}
-        cell = {"size": size, "img_size": img_size, "seconds": seconds}
+        cell = {"size": size, "img_size": img_size, "seconds": seconds, "load": 1.5, **runs.provenance()}
         return {**cell, "milliseconds": dict.fromkeys(exported_speed.RUNTIMES, times)}
 
     monkeypatch.setattr(exported_speed, "measure", measure)
