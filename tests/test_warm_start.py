@@ -553,7 +553,7 @@ def test_diverging_alignment_leaves_the_student():
 def test_a_block_that_was_changed_is_noticed():
     teacher = vit(**AVG)
     teacher.blocks[1].register_forward_hook(lambda _, __, output: output * 1.5)
-    with pytest.raises(ValueError, match="Block 1 of the teacher computes something else"):
+    with pytest.raises(ValueError, match="Block 1 of the teacher does not compute"):
         timm_ssog.warm_start(student_of(teacher), teacher, [photos()])
 
 

@@ -1,4 +1,4 @@
-"""A converted model trained to its teacher's states, without labels: states of every block, then logits."""
+"""Training a converted model towards its teacher's states, without labels: states of every block, then logits."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,15 +13,15 @@ from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
 RATE = 5e-4
 STEP_IMAGES = 10
-"""Images of a step: many small steps come nearer to the teacher than few large ones in the same time."""
+"""Images per step: many small steps come closer to the teacher than few large ones in the same time."""
 
 
 @torch.no_grad()
 def teacher_states(teacher: Teacher, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The teacher's patch tokens before the first block, between attention and MLP and behind each block; its logits.
+    """The teacher's patch tokens before the first block, between attention and MLP and after each block; its logits.
 
     Returns:
-        2 * depth + 1 states (batch, height, width, channels), and what its head makes of the last.
+        2 * depth + 1 states (batch, height, width, channels), and the logits from the last.
     """
     states = [teacher.patches(tokens)]
     for block in teacher.blocks:
@@ -33,9 +33,9 @@ def teacher_states(teacher: Teacher, tokens: Tensor) -> tuple[list[Tensor], Tens
 
 
 def student_states(student: VitSsog, x: Tensor) -> list[Tensor]:
-    """The student's states from embedded tokens (batch, height, width, channels), at equal distances along its depth.
+    """The student's states from embedded tokens (batch, height, width, channels), evenly spaced along its depth.
 
-    Of a discrete student the state between mixer and MLP and that behind each block; of one with shared blocks the
+    For a discrete student, the states between mixer and MLP and after each block; for one with shared blocks, the
     states at its feature taps.
     """
     if isinstance(student, (LoopedVitSsog, OdeVitSsog)):
@@ -50,7 +50,7 @@ def student_states(student: VitSsog, x: Tensor) -> list[Tensor]:
 
 
 def matching(count: int, depth: int) -> list[int]:
-    """For each of so many student states, the index of the teacher's among its 2 * depth + 1 at the same depth."""
+    """For each student state, the index of the teacher's state at the same depth, among 2 * depth + 1."""
     return [max(1, round((number + 1) * 2 * depth / count)) for number in range(count)]
 
 
@@ -68,10 +68,10 @@ def align(
     Args:
         student: The student, with the teacher's grid, in eval mode: nothing in it is random.
         teacher: The teacher.
-        batches: Batches of images, as often as it is iterated.
-        batches_per_epoch: For the learning rate's cosine.
-        epochs: Passes.
-        rate: First learning rate.
+        batches: Batches of images, iterated once per epoch.
+        batches_per_epoch: Number of batches, for the cosine schedule of the learning rate.
+        epochs: Passes over the batches.
+        rate: Initial learning rate.
         on_progress: Called with a line per epoch.
 
     Raises:
@@ -84,7 +84,7 @@ def align(
     for epoch in range(epochs):
         losses: list[float] = []
         for batch in batches:
-            # within a batch the rate stays: how many steps the batches to come hold is not known
+            # the rate is constant within a batch: the number of steps in later batches is not known
             for group in optimizer.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * done / total))
             done += 1

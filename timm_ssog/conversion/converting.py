@@ -44,49 +44,50 @@ def warm_start(
     """Give a student the weights of a trained attention model, and kernels fitted to what its attention does.
 
     Copies what carries over, folds value biases and layer scales, fits every head's Gaussians to the teacher's mean
-    maps and values, and on request refits linear maps (``refit``, for use without labels) and trains to the teacher's
-    states (``align_epochs``). The student changes only when all of it has succeeded. Runs where the teacher is.
-    Memory beside both models, a copy of the student and one batch, with N patch tokens: ``4 (3 N^2 + N d)`` bytes per
-    head of each block converted (d channels), three times the embedded ``sample``, and 200 MB for a chunk's maps.
+    maps and values, and on request refits linear maps (``refit``, for use without labels) and trains towards the
+    teacher's states (``align_epochs``). The student changes only when everything has succeeded. Runs on the teacher's
+    device. With N patch tokens, the memory needed in addition to both models, a copy of the student and one batch is
+    ``4 (3 N^2 + N d)`` bytes per head of each converted block (d channels), three times the embedded ``sample``, and
+    200 MB for a chunk's maps.
 
     Args:
-        student: A ``vit_ssog_*`` of the teacher's width, heads and depth, of any image and patch size
-            (`timm_ssog.conversion.student_options` has the options). One with shared blocks takes one of the
+        student: A ``vit_ssog_*`` with the teacher's width, heads and depth, and any image and patch size
+            (`timm_ssog.conversion.student_options` has the options). One with shared blocks takes some of the
             teacher's, see ``blocks``.
         teacher: timm's VisionTransformer, with or without class token, registers, layer scale, q/k norm, biases; or a
             discrete ``vit_ssog_*`` with ``mixer="attention"``.
         images: Batches (batch, in_chans, height, width) of the teacher's image size, normalised as for the teacher, or
-            sequences that begin with one, as a loader gives them. A few hundred images do. Iterated once, and
+            sequences that begin with one, as from a loader. A few hundred images are enough. Iterated once, and
             ``align_epochs`` times more.
-        refit: Refit ``proj``, ``fc2`` and ``head`` by ridge regression. Fine-tune at 5e-4 or less then.
-        align_epochs: Passes over the images in which the student is trained to the teacher's states, ten images a
-            step: give them shuffled.
-        align_rate: Learning rate of these.
+        refit: Refit ``proj``, ``fc2`` and ``head`` by ridge regression. Then fine-tune at 5e-4 or less.
+        align_epochs: Passes over the images in which the student is trained towards the teacher's states, ten images
+            per step: shuffle them.
+        align_rate: Learning rate of these passes.
         blocks: The teacher's block (from 0) for each block of a student with shared blocks; by default the second
-            and those behind it. A discrete student takes them all.
+            and those after it. A discrete student takes them all.
         labelled: Batches of images and labels, to measure the top-1 of both.
-        sample: Images of ``images``, the first ones, that layers are refitted and states compared on.
-        seed: Of the starts of the fits. Nothing else is random, and no global generator is touched.
+        sample: Number of images, the first ones, on which layers are refitted and states compared.
+        seed: Seed of the fits' starting points. Nothing else is random, and no global generator is touched.
         on_progress: Called with a line before each step.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: if the teacher has what SSoG cannot express or does not fit the student, a weight or pixel is NaN,
-            or the images are none or of another size.
+        ValueError: if the teacher has something that SSoG cannot express or does not fit the student, a weight or pixel
+            is NaN, or there are no images or they have another size.
     """
     start = time.perf_counter()
     require_positive_int("sample", sample)
     is_shared = isinstance(student, (LoopedVitSsog, OdeVitSsog))
     if align_epochs and iter(images) is images:  # type: ignore[comparison-overlap]
-        raise ValueError("Alignment passes over the images again: give a list or a loader in place of an iterator.")
+        raise ValueError("Alignment passes over the images again: give a list or a loader instead of an iterator.")
     if not isinstance(student, VitSsog):
         raise ValueError(f"The student must be a vit_ssog_* model, got {type(student).__name__}.")
     if any(parameter.is_meta for parameter in student.parameters()):
         raise ValueError("The student is on the meta device, without weights: create it on a real one.")
     if is_shared and refit:
-        raise ValueError("A refit goes block by block, and this student shares its blocks: use align_epochs.")
+        raise ValueError("A refit goes block by block, but this student shares its blocks: use align_epochs.")
     seen = read_teacher(teacher)
     source = _source_blocks(student, seen, blocks)
     notes = check_pair(student, seen, source)
@@ -151,7 +152,7 @@ def _source_blocks(student: VitSsog, teacher: Teacher, blocks: Sequence[int] | N
     depth, count = len(teacher.blocks), len(student.blocks)
     if not isinstance(student, (LoopedVitSsog, OdeVitSsog)):
         if blocks is not None:
-            raise ValueError("blocks is for students with shared blocks; a discrete one takes all of the teacher's.")
+            raise ValueError("blocks is for students with shared blocks; a discrete one takes all teacher blocks.")
         if count != depth:
             raise ValueError(
                 f"The teacher has depth={depth}, the student depth={count}: create the student with depth={depth}, or "
@@ -161,7 +162,7 @@ def _source_blocks(student: VitSsog, teacher: Teacher, blocks: Sequence[int] | N
     chosen = [min(SHARED_BLOCK + number, depth - 1) for number in range(count)] if blocks is None else list(blocks)
     if len(chosen) != count or not all(isinstance(index, int) and 0 <= index < depth for index in chosen):
         raise ValueError(
-            f"blocks must name a block of the teacher, 0 to {depth - 1}, for each of the {count}: {blocks}."
+            f"blocks must name a block of the teacher, 0 to {depth - 1}, for each of the {count}, got {blocks}."
         )
     return chosen
 
@@ -179,7 +180,7 @@ def _tensors(teacher: Teacher, batches: Iterable[Batch]) -> Iterator[Tensor]:
                 f"them, or call set_input_size on the teacher. (The student may have another size.)"
             )
         if not torch.isfinite(images).all():
-            raise ValueError("A batch of images holds values that are NaN or infinite: leave those images out.")
+            raise ValueError("A batch of images holds values that are NaN or infinite: omit those images.")
         yield images.to(weight)
 
 
@@ -206,7 +207,7 @@ def _observe_all(teacher: Teacher, images: Iterable[Batch], moments: dict[int, H
                 kept.append(tokens[:room].clone())
                 room -= len(kept[-1])
     if not kept:
-        raise ValueError("Expected images to read the teacher's attention on, got none. A few hundred do.")
+        raise ValueError("Expected images to read the teacher's attention on, got none. A few hundred are enough.")
     for index, moment in moments.items():
         if not all(torch.isfinite(part).all() for part in vars(moment).values() if isinstance(part, Tensor)):
             raise ValueError(f"Block {index} of the teacher gives NaN or infinite values on these images.")
@@ -219,7 +220,7 @@ def _fit(mixer: Any, moments: HeadMoments, grid: tuple[int, int], generator: tor
 
 @torch.no_grad()
 def _install(mixer: SeparableMixer, fit: FittedKernels, grid: tuple[int, int]) -> None:
-    """Put fitted kernels into a mixer, and what they miss on average into its bias."""
+    """Put fitted kernels into a mixer, and their average error into its bias."""
     for name in ("offset", "width", "amplitude"):
         getattr(mixer, name).copy_(getattr(fit, name))
     mixer.reference_grid = grid
@@ -228,7 +229,7 @@ def _install(mixer: SeparableMixer, fit: FittedKernels, grid: tuple[int, int]) -
 
 @torch.no_grad()
 def _compare(student: VitSsog, teacher: Teacher, tokens: Tensor) -> tuple[tuple[float, ...], float | None]:
-    """Errors of the student's states along its depth, and how often it predicts what the teacher does."""
+    """Errors of the student's states along its depth, and how often its predictions are the teacher's."""
     count = student.num_steps
     squares = torch.zeros(count, dtype=torch.float64)
     spreads = torch.zeros(count, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What of a trained attention model an SSoG model takes over exactly, and how the rest is folded into it."""
+"""The parts of a trained attention model that an SSoG model takes over exactly, and those folded into it."""
 
 import copy
 from typing import Any
@@ -13,7 +13,7 @@ from timm_ssog.vit_ssog import VitSsog
 
 
 def student_options(teacher: Teacher) -> dict[str, Any]:
-    """The options with which `timm.create_model` builds a student of the teacher's shape, grid and classes."""
+    """The options with which `timm.create_model` builds a student with the teacher's shape, grid and classes."""
     model, block = teacher.model, teacher.blocks[0]
     patch_embed = model.patch_embed
     width = patch_embed.proj.out_channels
@@ -31,7 +31,7 @@ def student_options(teacher: Teacher) -> dict[str, Any]:
     }
     if model.pos_embed is None:
         options["pos_embed"] = "none"
-    options["pre_norm"] = _has_pre_norm(model)  # either way: it is the default of continuous models
+    options["pre_norm"] = _has_pre_norm(model)  # always: continuous models have another default
     return options
 
 
@@ -44,7 +44,7 @@ def check_pair(student: VitSsog, teacher: Teacher, blocks: list[int]) -> list[st
         blocks: The teacher's block for each block of the student.
 
     Returns:
-        What is taken over only in part, a sentence each.
+        One sentence for everything that is taken over only in part.
 
     Raises:
         ValueError: names what differs, and the option that makes it fit.
@@ -101,7 +101,7 @@ def check_pair(student: VitSsog, teacher: Teacher, blocks: list[int]) -> list[st
 
 
 def has_same_head(student: VitSsog, teacher: Teacher) -> bool:
-    """Whether both have a classifier for as many classes."""
+    """Whether both have a classifier for the same number of classes."""
     heads = student.head, teacher.model.head
     return all(isinstance(head, nn.Linear) for head in heads) and heads[0].out_features == heads[1].out_features
 
@@ -130,7 +130,7 @@ def _check_functions(student: VitSsog, teacher: Teacher, blocks: list[int]) -> N
 
 
 def _neutral(module: nn.Module) -> nn.Module:
-    """A copy on the CPU in float32 whose scale is one and whose shift is zero."""
+    """A copy on the CPU in float32 with scale one and shift zero."""
     module = copy.deepcopy(module).cpu().float()
     for name, parameter in module.named_parameters():
         nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
@@ -139,18 +139,18 @@ def _neutral(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def copied_state(student: VitSsog, teacher: Teacher, blocks: list[int]) -> dict[str, Tensor]:
-    """The student's state with everything that the teacher's weights give exactly; kernels stay as they are.
+    """The student's state with everything that the teacher's weights determine exactly; kernels stay as they are.
 
     Values are the last third of qkv. Their bias passes through maps whose rows sum to one, so it goes through ``proj``
-    into its bias; layer scales go into the layers before them; prefix tokens, q and k are dropped.
+    into the bias of ``proj``; layer scales go into the layers before them; prefix tokens, q and k are dropped.
 
     Args:
-        student: The student, laid out for the teacher's image and patch size; not changed.
+        student: The student, set up for the teacher's image and patch size; not changed.
         teacher: The teacher.
         blocks: The teacher's block for each block of the student.
 
     Returns:
-        A whole state dict, in the student's dtype.
+        A complete state dict, in the student's dtype.
     """
     model = teacher.model
     state = {name: tensor.detach().clone() for name, tensor in student.state_dict().items()}

@@ -1,9 +1,9 @@
 """Gaussian kernels fitted to a head's maps and values, amplitudes in closed form at every step (variable projection).
 
-With K the sum of the components, S = E[V V'], C = E[O V'] and a free intercept, the mean squared error of K V is, but
-for a constant, ``tr(K S K') - 2 tr(K C') - N |E[o] - mean_i(K E[V])|^2``: quadratic in the amplitudes. As a component
+With K the sum of the components, S = E[V V'], C = E[O V'] and a free intercept, the mean squared error of K V is, up
+to a constant, ``tr(K S K') - 2 tr(K C') - N |E[o] - mean_i(K E[V])|^2``: quadratic in the amplitudes. As a component
 is a Kronecker product of two axis kernels, ``tr(K_m S K_n')`` is S contracted with ``R_m' R_n`` on its row axes and
-``X_m' X_n`` on its column axes: N^2 multiply-adds a pair instead of N^3. Variable projection: Golub and Pereyra (1973).
+``X_m' X_n`` on its column axes: N^2 multiply-adds per pair instead of N^3. Variable projection: Golub, Pereyra, 1973.
 """
 
 import math
@@ -21,23 +21,23 @@ RESTARTS = 8
 MAP_STEPS, MAP_RATE = 50, 0.1
 VALUE_STEPS, VALUE_RATE = 250, 0.1
 RIDGE = 1e-3
-"""Of the amplitudes, over the mean diagonal of their quadratic form."""
+"""Ridge on the amplitudes, over the mean diagonal of their quadratic form."""
 WIDTH_ABOVE = 0.02
-"""How far at least a fitted width stays above `WIDTH_MIN`, where its gradient would vanish."""
+"""Least distance of a fitted width from `WIDTH_MIN`, where its gradient would vanish."""
 
 
 @dataclass(frozen=True)
 class FittedKernels:
-    """Kernels of the heads of one block, in the parameters of a `SeparableMixer`, and how well they do.
+    """Kernels of the heads of one block, as parameters of a `SeparableMixer`, and how well they fit.
 
     Attributes:
         offset: (heads, components, 2).
         width: (heads, components, 2), unconstrained.
-        amplitude: (heads, components), logits where the mixer is convex.
-        shift: (heads, head_dim), what the fixed part of the error needs added to the mixed values.
+        amplitude: (heads, components), logits if the mixer is convex.
+        shift: (heads, head_dim), the intercept to add to the mixed values.
         map_share: (heads,), share of the mean map's square that the best Gaussians for it explain.
         value_share: (heads,), share of the variance of the mixed values that these kernels explain.
-        fixed_share: (heads,), the same of the best fixed map whatsoever: the rest is content.
+        fixed_share: (heads,), the same for the best of all fixed maps: the rest is content.
     """
 
     offset: Tensor
@@ -68,7 +68,7 @@ class Problem:
     grid: tuple[int, int]
 
     def of_kernels(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The form in the amplitudes of given axis kernels, ``a' G a - 2 a' b`` but for a constant.
+        """The form in the amplitudes of given axis kernels, ``a' G a - 2 a' b`` up to a constant.
 
         Args:
             rows: (heads, restarts, components, height, height).
@@ -100,7 +100,7 @@ class Problem:
 
 
 def _contract(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
-    """``left' matrix right`` over the last two axes of left and right, flattened; the leading ones stay."""
+    """``left' matrix right`` over the last two axes of left and right, flattened; the leading axes stay."""
     heads, shape = left.shape[0], left.shape[:-2]
     left, right = left.reshape(heads, -1, matrix.shape[1]), right.reshape(heads, -1, matrix.shape[2])
     return ((left @ matrix) * right).sum(-1).reshape(shape)
@@ -119,7 +119,7 @@ def map_problem(moments: HeadMoments, grid: tuple[int, int]) -> Problem:
 
 
 def value_problem(moments: HeadMoments, grid: tuple[int, int]) -> Problem:
-    """The error of K's mixed values, beside a free intercept."""
+    """The error of K's mixed values, with a free intercept."""
     values = moments.value_mean.unflatten(1, grid)
     return Problem(_split(moments.values, grid), _split(moments.cross, grid), values, moments.mixed_mean, grid)
 
@@ -143,9 +143,9 @@ def fit_kernels(
     convex: bool,
     generator: torch.Generator,
 ) -> FittedKernels:
-    """Fit the kernels of the heads of one block, at the grid of the teacher.
+    """Fit the kernels of the heads of one block, on the grid of the teacher.
 
-    First to the mean maps from `RESTARTS` random starts at once, then the better half of them to the values. Offsets
+    `RESTARTS` random starts are fitted to the mean maps at once, then the better half of them to the values. Offsets
     stay on the grid, widths between `WIDTH_MIN` and the grid.
 
     Args:
@@ -153,7 +153,7 @@ def fit_kernels(
         grid: Tokens (height, width).
         components: Gaussians per head.
         convex: Whether the amplitudes are the softmax of logits.
-        generator: Of the starts, on the CPU.
+        generator: Generator of the starts, on the CPU.
     """
     moments = _normalised(sums.means())
     heads = len(moments.maps)
@@ -190,13 +190,13 @@ def fit_kernels(
 
 
 def _power(moments: HeadMoments) -> Tensor:
-    """Mean square of a head's values at a token; one for a head whose values are zero."""
+    """Mean square of a head's values per token; one for a head whose values are zero."""
     power = moments.values.diagonal(dim1=1, dim2=2).mean(1)
     return torch.where(power > 0, power, torch.ones_like(power))
 
 
 def _normalised(moments: HeadMoments) -> HeadMoments:
-    """Moments as if the values of every head had power one, so that no constant of the fit has a unit."""
+    """Moments as if the values of every head had power one, so that the fit's constants have no unit."""
     power = _power(moments)
     square, root = power[:, None, None], power.sqrt()
     return HeadMoments(
@@ -212,7 +212,7 @@ def _normalised(moments: HeadMoments) -> HeadMoments:
 
 
 def _share(error: Tensor, of: Tensor) -> Tensor:
-    """One less the error's share, between 0 and 1; 1 where there is nothing to explain."""
+    """One minus the error's share, between 0 and 1; 1 if there is nothing to explain."""
     tiny = 1e-12
     return torch.where(of > tiny, 1 - error / of.clamp_min(tiny), torch.ones_like(of)).clamp(0, 1)
 
@@ -220,7 +220,7 @@ def _share(error: Tensor, of: Tensor) -> Tensor:
 def _best_fixed(moments: HeadMoments) -> Tensor:
     """The least of ``a' G a - 2 a' b`` over all N x N maps, as if each were a component of amplitude one.
 
-    A ridge keeps it from fitting few images.
+    A ridge keeps it from overfitting few images.
     """
     tokens = moments.maps.shape[1]
     values = moments.values + RIDGE * torch.eye(tokens, dtype=moments.maps.dtype, device=moments.maps.device)
@@ -244,7 +244,7 @@ def _starts(heads: int, grid: tuple[int, int], components: int, generator: torch
     offsets, widths = [], []
     for length in grid:
         offset = torch.randn(shape, generator=generator, dtype=torch.float64) * length / 2 / 1.5
-        offset[:, ::4, 0] = 0.0  # one component at home
+        offset[:, ::4, 0] = 0.0  # one component without offset
         offsets.append(offset.clamp(-length / 2, length / 2))
         low, high = math.log(0.5), math.log(max(length / 2, 0.5))
         spread = torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -260,14 +260,14 @@ def _raw(width: Tensor) -> Tensor:
 
 
 def _clamped(offset: Tensor, width: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Offsets that lead from at least one cell to another, widths between the narrowest and the grid."""
+    """Clamp offsets so that they lead from some cell to another, and widths between the narrowest and the grid."""
     lengths = torch.tensor(grid, dtype=offset.dtype, device=offset.device)
     low, high = (_raw(edge) for edge in (torch.zeros_like(lengths), lengths.clamp_min(1.0)))
     return offset.clamp(1 - lengths, lengths - 1), width.clamp(low, high)
 
 
 def _kernels(offset: Tensor, width: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Axis kernels at the reference grid, as the model builds them."""
+    """Axis kernels on the reference grid, as the model builds them."""
     sigma = F.softplus(width) + WIDTH_MIN
     stretch = torch.ones((), dtype=offset.dtype, device=offset.device)
     rows = stretched_kernels(offset[..., 0], sigma[..., 0], grid[0], stretch)
@@ -290,7 +290,7 @@ def _descend(
         amplitude = logits.softmax(-1) if convex else solve_amplitudes(gram, linear)
         losses = energy(gram, linear, amplitude)
         with torch.no_grad():
-            better = losses < least  # never with a NaN
+            better = losses < least  # False for NaN
             least = torch.where(better, losses, least)
             for kept, part in zip(best, (offset, width, logits), strict=True):
                 mask = better[(...,) + (None,) * (part.dim() - 2)]

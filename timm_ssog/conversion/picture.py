@@ -16,12 +16,12 @@ def kernel_fits(report: WarmStartReport, heads: int = 8) -> Figure:
     """Draw the centre token's mean attention in the teacher above the fitted kernel, worst heads first.
 
     Args:
-        report: Of a conversion.
-        heads: How many to draw.
+        report: Report of a conversion.
+        heads: Number of heads to draw.
 
     Returns:
-        A matplotlib figure, each panel symmetric about 0 in its own scale: kernels are fitted to mixed values, which
-        need not take the map's own scale.
+        A matplotlib figure, each panel symmetric about 0 with its own scale: kernels are fitted to mixed values, so
+        their scale need not be that of the map.
 
     Raises:
         ValueError: if ``heads`` is below one.
@@ -44,6 +44,7 @@ def kernel_fits(report: WarmStartReport, heads: int = 8) -> Figure:
             f"block {head.block + 1}, head {head.head + 1}\n{head.values:.0%} of {head.position:.0%}", fontsize=8
         )
     figure.suptitle(
-        "Mean attention of the centre token, and its fitted kernel: explained of what is position", fontsize=9
+        "Mean attention of the centre token above its fitted kernel: share explained of the share of position",
+        fontsize=9,
     )
     return figure

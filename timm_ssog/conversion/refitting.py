@@ -1,4 +1,4 @@
-"""Linear maps of a converted model refitted to its teacher's states by ridge regression, block by block."""
+"""Refitting a converted model's linear maps to its teacher's states by ridge regression, block by block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from timm_ssog.conversion.teachers import Teacher, after_mixing, after_mlp, atte
 from timm_ssog.vit_ssog import VitSsog
 
 RIDGE = 1e-3
-"""Towards the weights at hand, over the mean diagonal of the inputs' second moments."""
+"""Ridge towards the current weights, over the mean diagonal of the inputs' second moments."""
 
 
 class Regression:
-    """A linear layer's inputs and wanted outputs, summed up to their second moments about the means."""
+    """Second moments, about the means, of a linear layer's inputs and wanted outputs."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -38,7 +38,7 @@ class Regression:
         self.cross += inputs.T @ misses
 
     def solve(self) -> None:
-        """Change the layer to the ridge solution, its bias free."""
+        """Set the layer to the ridge solution, with a free bias."""
         mean, miss = self.inputs / self.count, self.misses / self.count
         gram = self.gram / self.count - torch.outer(mean, mean)
         cross = self.cross / self.count - torch.outer(mean, miss)
@@ -51,7 +51,7 @@ class Regression:
 
 @contextlib.contextmanager
 def _inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """What a layer gets while it lasts."""
+    """Record the inputs of a layer inside the context."""
     seen: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:
@@ -62,12 +62,12 @@ def _inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def refit(student: VitSsog, teacher: Teacher, tokens: Tensor) -> None:
-    """Refit ``proj``, ``fc2`` of each block and ``head`` in place, each on what the layers before it now give.
+    """Refit ``proj`` and ``fc2`` of each block and ``head`` in place, each on the outputs of the layers before it.
 
     Args:
         student: The converted student, with the teacher's grid.
         teacher: The teacher.
-        tokens: Embedded images (batch, tokens, channels). The student's states and the teacher's are kept beside them.
+        tokens: Embedded images (batch, tokens, channels). Memory also holds the student's and the teacher's states.
     """
     size = map_chunk(teacher)
     theirs = tokens.clone()
@@ -83,7 +83,7 @@ def refit(student: VitSsog, teacher: Teacher, tokens: Tensor) -> None:
 
 
 def _refit_block(block: Any, other: Any, teacher: Teacher, ours: Tensor, theirs: Tensor, size: int) -> None:
-    """Refit one block's two layers and move both streams, (batch, ...), behind it in place."""
+    """Refit one block's two layers, and move both streams, (batch, ...), past it in place."""
     proj, fc2 = Regression(block.mixer.proj), Regression(block.mlp.fc2)
     for state, chunk in zip(ours.split(size), theirs.split(size), strict=True):
         chunk.copy_(after_mixing(other, chunk, attend(other, chunk)))

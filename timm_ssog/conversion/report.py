@@ -1,4 +1,4 @@
-"""What a conversion gives: how much of every head the kernels explain, and how far the student is from its teacher."""
+"""Report of a conversion: how much of every head the kernels explain, and how far the student is from its teacher."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 PURE_CONTENT = 0.05
-"""Share of a head's mixed values below which its kernels say next to nothing."""
+"""Explained share of a head's mixed values below which its kernels say next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class HeadReport:
         head: The head, from 0.
         map: Share of the mean attention map (of its squares) that the best Gaussians for it explain.
         values: Share of the variance of the mixed values that the kernels explain, over images, tokens and channels.
-        position: The same of the best fixed map, with nothing between it and the images but this block's values.
+        position: The same for the best fixed map, applied to this block's values.
     """
 
     block: int
@@ -30,29 +30,29 @@ class HeadReport:
 
     @property
     def content(self) -> float:
-        """Share of the mixed values that no fixed map explains: what attention made of the image."""
+        """Share of the mixed values that no fixed map explains: the part that depends on the image."""
         return 1 - self.position
 
 
 @dataclass(frozen=True)
 class WarmStartReport:
-    """What `timm_ssog.warm_start` did and what to expect of its student; prints as a table.
+    """What `timm_ssog.warm_start` did, and what to expect from its student; prints as a table.
 
     Attributes:
         heads: Every converted head.
-        state_errors: For each feature tap of the student, the root mean square distance of its patch tokens to the
+        state_errors: For each feature tap of the student, the root mean square distance of its patch tokens from the
             teacher's at the same depth, over the standard deviation of the teacher's; measured on ``sample`` images.
         agreement: Share of images with the teacher's prediction; None without a common head.
-        student_top1: Share of the labelled images that the student has right; None without labels.
-        teacher_top1: Likewise, the teacher.
+        student_top1: Top-1 accuracy of the student on the labelled images; None without labels.
+        teacher_top1: Likewise for the teacher.
         images: Images whose moments the kernels were fitted to.
-        sample: Images that states were compared on (and, with ``refitted``, layers refitted).
+        sample: Images on which states were compared (and, with ``refitted``, layers refitted).
         refitted: Whether linear maps were refitted.
         aligned: Epochs of alignment.
         warnings: What to know before using it.
         seconds: How long it took.
         mean_maps: (heads, height, width), where the grid's centre token looks on average in the teacher.
-        kernels: (heads, height, width), the same of the fitted kernels.
+        kernels: (heads, height, width), the same for the fitted kernels.
     """
 
     heads: tuple[HeadReport, ...]
@@ -83,16 +83,16 @@ class WarmStartReport:
     def expectation(self) -> str:
         """What to expect, in a few sentences."""
         text = (
-            f"The kernels explain {self.values:.0%} of what the teacher's attention mixes, the best fixed maps would "
-            f"{self.position:.0%}; the rest is content, which fixed kernels cannot have. "
+            f"The kernels explain {self.values:.0%} of what the teacher's attention mixes; the best fixed maps would "
+            f"explain {self.position:.0%}. The rest is content, which fixed kernels cannot express. "
         )
         if self.refitted or self.aligned:
             return text + (
-                "The student works without training, below its teacher; fine-tune it at a learning rate of 5e-4 or "
-                "less, a larger one undoes the refit."
+                "The student works without training, but less well than its teacher. Fine-tune it at a learning rate "
+                "of 5e-4 or less; a larger one undoes the refit."
             )
         return text + (
-            "Without training the student is far below its teacher: fine-tune it, or convert with refit=True where "
+            "Without training the student is far below its teacher: fine-tune it, or convert with refit=True if "
             "there are no labels."
         )
 

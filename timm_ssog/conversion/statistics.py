@@ -1,4 +1,4 @@
-"""Second moments of every head of a teacher, streamed over images: all that fitting its kernels needs to know."""
+"""Second moments of every head of a teacher, streamed over images: everything that fitting its kernels needs."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from timm_ssog.conversion.teachers import Attended, Teacher, after_mixing, after
 class HeadMoments:
     """Sums over images for the heads of one block, over N patch tokens, values V and mixed values O = A V.
 
-    V is without its bias and of patch tokens, O of patch tokens over all tokens. 3 N^2 + N d + d + 2 floats a head.
+    V has no bias and only patch tokens; O is at patch tokens, mixed over all. 3 N^2 + N d + d + 2 floats per head.
 
     Attributes:
         values: Sum of V V', (heads, N, N).

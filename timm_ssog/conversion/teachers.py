@@ -1,4 +1,4 @@
-"""What a teacher of `timm_ssog.warm_start` is: its parts, how its blocks compute, and what is refused by name."""
+"""Teachers of `timm_ssog.warm_start`: their parts, how their blocks compute, and what is refused by name."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from timm_ssog.layers import AttentionMixer
 from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
 MAP_BYTES = 1 << 26
-"""Most bytes of attention maps that are held at once."""
+"""Most bytes of attention maps held at once."""
 
 _REFUSED_BLOCKS = {
     "ParallelScalingBlock": "parallel blocks (attention and MLP side by side)",
@@ -51,14 +51,14 @@ class Teacher:
         return list(self.model.blocks)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Images to tokens (batch, prefix + height * width, channels), as the first block gets them."""
+        """Map images to tokens (batch, prefix + height * width, channels), as the first block gets them."""
         model = self.model
         if isinstance(model, VitSsog):
             return model.embed(images).flatten(1, 2)
         return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
     def finish(self, tokens: Tensor) -> Tensor:
-        """Tokens behind the last block to logits."""
+        """Map tokens after the last block to logits."""
         return self.model.forward_head(self.model.norm(tokens))
 
     def patches(self, tokens: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def after_mixing(block: Any, tokens: Tensor, attended: Attended) -> Tensor:
 
 
 def after_mlp(block: Any, state: Tensor) -> Tensor:
-    """The state behind the block, from that between attention and MLP."""
+    """The state after the block, from that between attention and MLP."""
     return state + _scaled(block, "ls2", block.mlp(block.norm2(state)))
 
 
@@ -146,13 +146,13 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def read_teacher(model: nn.Module) -> Teacher:
-    """Look at a teacher.
+    """Read the parts of a teacher.
 
     Args:
         model: timm's `VisionTransformer`, or one of this package's discrete models with ``mixer="attention"``.
 
     Raises:
-        ValueError: names what it has that SSoG cannot express, or a weight that is NaN or infinite.
+        ValueError: names the part that SSoG cannot express, or a weight that is NaN or infinite.
     """
     if isinstance(model, VitSsog):
         teacher = _read_twin(model)
@@ -208,7 +208,7 @@ def _read_twin(model: VitSsog) -> Teacher:
 
 def _read_vit(model: VisionTransformer) -> Teacher:
     if getattr(model, "dist_token", None) is not None:
-        raise _refuse("a distillation token", "it has a head of its own, and there are no prefix tokens here")
+        raise _refuse("a distillation token", "it has its own head, and there are no prefix tokens here")
     if getattr(model, "attn_pool", None) is not None:
         raise _refuse("attention pooling", "vit_ssog pools over the grid")
     patch_embed: Any = model.patch_embed
@@ -218,7 +218,7 @@ def _read_vit(model: VisionTransformer) -> Teacher:
     if not isinstance(patch_embed.norm, nn.Identity):
         raise _refuse("a norm in its patch embedding", "there is none here")
     if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
-        raise _refuse("no final norm", "there is always one here")
+        raise _refuse("no final norm", "there always is one here")
     blocks: list[Any] = list(model.blocks)
     for block in blocks:
         _check_block(block)
@@ -229,13 +229,13 @@ def _read_vit(model: VisionTransformer) -> Teacher:
 def _check_block(block: Any) -> None:
     kind = type(block).__name__
     if type(block) is not VitBlock:
-        raise _refuse(_REFUSED_BLOCKS.get(kind, f"blocks of the kind {kind}"), "a block here is timm's pre-norm one")
+        raise _refuse(_REFUSED_BLOCKS.get(kind, f"blocks of type {kind}"), "a block here is timm's pre-norm one")
     attention, mlp = block.attn, block.mlp
     kind = type(attention).__name__
     if type(attention) is not Attention:
-        raise _refuse(_REFUSED_ATTENTION.get(kind, f"attention of the kind {kind}"), "only plain attention is read")
+        raise _refuse(_REFUSED_ATTENTION.get(kind, f"attention of type {kind}"), "only plain attention is supported")
     if getattr(attention, "gate", None) is not None:
-        raise _refuse("gated attention", "the gate is content, which fixed kernels drop")
+        raise _refuse("gated attention", "the gate depends on content, which fixed kernels drop")
     if not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
         raise _refuse("a norm inside its attention", "nothing lies between mixing and projection here")
     if attention.num_heads * attention.head_dim != attention.qkv.in_features:
@@ -245,14 +245,14 @@ def _check_block(block: Any) -> None:
         )
     kind = type(mlp).__name__
     if type(mlp) is not Mlp:
-        raise _refuse(_REFUSED_MLPS.get(kind, f"an MLP of the kind {kind}"), "an MLP here is two plain layers")
+        raise _refuse(_REFUSED_MLPS.get(kind, f"an MLP of type {kind}"), "an MLP here is two plain layers")
     if not isinstance(mlp.norm, nn.Identity):
         raise _refuse("a norm inside its MLP", "there is none here")
 
 
 @torch.no_grad()
 def require_as_read(teacher: Teacher, tokens: Tensor) -> None:
-    """Raise unless every block of the teacher computes what its parts say.
+    """Raise unless every block of the teacher computes what its parts imply.
 
     Args:
         teacher: The teacher.
@@ -272,7 +272,7 @@ def require_as_read(teacher: Teacher, tokens: Tensor) -> None:
         spread = float(theirs.float().std())
         if not torch.allclose(ours.float(), theirs.float(), rtol=0, atol=max(0.02 * spread, 1e-6)):
             raise ValueError(
-                f"Block {index} of the teacher computes something else than a pre-norm block of its layers would: it "
-                f"was changed, or carries a hook. Pass the model as timm creates it."
+                f"Block {index} of the teacher does not compute what a pre-norm block of its layers would: it was "
+                f"changed, or has a hook. Pass the model as timm creates it."
             )
         tokens = theirs
