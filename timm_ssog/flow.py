@@ -8,7 +8,7 @@ Per step of size h from a state x, with the velocity k at its stages,
 - *kinetic*: ``e = h k`` with the step's last velocity (Finlay et al., How to train your neural ODE, 2020).
 
 The penalty is the sum over steps, and the mean over samples, of ``mean(e^2) / mean(x^2)``, both means over tokens and
-channels.
+channels. *Both* is the sum of the two, the kinetic part by `KINETIC_SHARE`.
 """
 
 from typing import Any
@@ -17,7 +17,14 @@ import torch
 from timm.models import register_notrace_function
 from torch import Tensor
 
-FLOW_PENALTIES = ("none", "error", "kinetic", "both")
+KINETIC_SHARE = 0.2
+"""What the kinetic part counts beside the error: as much as it, it costs accuracy at fewer evaluations."""
+
+FLOW_PENALTIES = {"none": (0.0, 0.0), "error": (1.0, 0.0), "kinetic": (0.0, 1.0), "both": (1.0, KINETIC_SHARE)}
+"""Weights of the error and of the kinetic part."""
+
+LEAST_LENGTH = 0.1
+"""Length of a cross-entropy's gradient below which the pull on a sample fades with the gradient of its loss."""
 
 SMALLEST_SQUARE = 1e-12
 """Smallest mean square that a state counts with: a penalty relative to zero would be NaN."""
@@ -26,11 +33,11 @@ SMALLEST_SQUARE = 1e-12
 def step_penalty(
     state: Tensor,
     slopes: list[Tensor],
+    *,
     weights: list[float],
     step: float,
-    slope_before: Tensor | None,
-    error: bool,
-    kinetic: bool,
+    before: Tensor | None,
+    penalty: str,
 ) -> Tensor | None:
     """The penalty of one step for each sample, (batch,), or None where there is nothing to measure yet.
 
@@ -39,27 +46,28 @@ def step_penalty(
         slopes: Velocities at its stages.
         weights: Weights of the slopes in the step.
         step: Its size.
-        slope_before: With a single stage, the velocity of the previous step; None in the first step.
-        error: Whether to penalise the error.
-        kinetic: Whether to penalise the speed.
+        before: With a single stage, the velocity of the previous step; None in the first step.
+        penalty: A name in `FLOW_PENALTIES`.
     """
-    total: Tensor | None = None
-    if error:
-        if len(slopes) > 1:
-            change = -step * slopes[0].to(state.dtype)
-            for slope, weight in zip(slopes, weights, strict=True):
-                if weight != 0.0:
-                    change = torch.add(change, slope, alpha=step * weight)
-            total = change.square().flatten(1).mean(1)
-        elif slope_before is not None:
-            change = 0.5 * step * (slopes[0].to(state.dtype) - slope_before)
-            total = change.square().flatten(1).mean(1)
-    if kinetic:
-        energy = (step * slopes[-1].to(state.dtype)).square().flatten(1).mean(1)
-        total = energy if total is None else total + energy
-    if total is None:
+    error_weight, kinetic_weight = FLOW_PENALTIES[penalty]
+    terms: list[Tensor] = []
+    if error_weight and len(slopes) > 1:
+        change = (weights[0] - 1) * slopes[0].to(state.dtype)
+        for slope, weight in zip(slopes[1:], weights[1:], strict=True):
+            if weight != 0.0:
+                change = torch.add(change, slope, alpha=weight)
+        terms.append(error_weight * _mean_square(change))
+    elif error_weight and before is not None:
+        terms.append(error_weight / 4 * _mean_square(slopes[0].to(state.dtype) - before))
+    if kinetic_weight:
+        terms.append(kinetic_weight * _mean_square(slopes[-1].to(state.dtype)))
+    if not terms:
         return None
-    return total / state.square().flatten(1).mean(1).clamp_min(SMALLEST_SQUARE)
+    return step**2 * torch.stack(terms).sum(0) / _mean_square(state).clamp_min(SMALLEST_SQUARE)
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    return x.square().flatten(1).mean(1)
 
 
 class _Pull(torch.autograd.Function):
@@ -71,26 +79,38 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-        _, penalty, ctx.weight = inputs
+        given, penalty, ctx.weight = inputs
+        ctx.save_for_backward(given)
         ctx.dtype = penalty.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        lengths = gradient.detach().to(ctx.dtype).flatten(1).square().sum(1).sqrt()
-        return gradient, ctx.weight * lengths, None
+        (given,) = ctx.saved_tensors
+        pulls = _pulls(given.detach().to(ctx.dtype).flatten(1), gradient.detach().to(ctx.dtype).flatten(1))
+        return gradient, ctx.weight * pulls, None
+
+
+def _pulls(logits: Tensor, gradient: Tensor) -> Tensor:
+    """By what the penalty of each sample is multiplied, (batch,), given logits and gradient (batch, classes)."""
+    if logits.shape[1] == 1:  # of one class against its complement
+        expected = logits.sigmoid() - (gradient < 0).to(logits.dtype)
+    else:  # the label is where the loss wants more
+        expected = logits.softmax(1).scatter_add(1, gradient.argmin(1, keepdim=True), -torch.ones_like(logits[:, :1]))
+    return gradient.norm(dim=1) / expected.norm(dim=1).clamp_min(LEAST_LENGTH)
 
 
 @register_notrace_function
 def pull_on_backward(output: Tensor, penalty: Tensor, weight: float) -> Tensor:
     """Return the output unchanged; in backward, also minimise the penalty, along with any loss of the output.
 
-    The gradient of a sample's penalty is multiplied by ``weight`` and by the length of the loss's gradient with respect
-    to that sample's output. Any factor of the loss also multiplies the penalty, so that their balance stays: the scale
-    of a GradScaler, the share of a batch in accumulated gradients, the number of processes. No sample depends on
-    another. The pull fades as the loss is minimised.
+    With the mean cross-entropy as the loss, the gradient is that of ``loss + weight * penalty.mean()``. Any factor of
+    the loss also multiplies the penalty, so that their balance stays: the scale of a GradScaler, the share of a batch
+    in accumulated gradients, the number of processes. The factor is read off each sample: it is the length of the
+    loss's gradient with respect to the sample's output, over the length that cross-entropy gives there, or over
+    `LEAST_LENGTH` if that is larger. For other losses this is an estimate. Once a sample is learned, its pull fades.
 
     Args:
-        output: (batch, ...).
+        output: (batch, ...), logits.
         penalty: (batch,).
         weight: Strength of the penalty.
     """

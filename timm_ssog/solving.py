@@ -116,8 +116,7 @@ def tap_penalties(
     states: Sequence[Tensor],
     *,
     grid: TimeGrid,
-    error: bool,
-    kinetic: bool,
+    penalty: str,
     dtype: torch.dtype,
     grad_checkpointing: bool,
 ) -> list[Tensor]:
@@ -127,8 +126,7 @@ def tap_penalties(
         blocks: The velocities.
         states: States at the start of each interval.
         grid: Grid of the intervals.
-        error: Whether to penalise the error.
-        kinetic: Whether to penalise the speed.
+        penalty: Which one, a name in `timm_ssog.flow.FLOW_PENALTIES`.
         dtype: Dtype that the velocities run in.
         grad_checkpointing: As in `solve_blocks`.
     """
@@ -144,7 +142,7 @@ def tap_penalties(
             else:
                 slope = block(state.to(dtype), kernels, residual=False)
             wide = state if state.dtype == torch.float64 else state.float()
-            term = step_penalty(wide, [slope], [1.0], grid.step_size, before, error, kinetic)
+            term = step_penalty(wide, [slope], weights=[1.0], step=grid.step_size, before=before, penalty=penalty)
             before = slope
             if term is not None:
                 penalties.append(term)

@@ -663,7 +663,7 @@ class OdeVitSsog(VitSsog):
         settings = Solver(**{name: kwargs.pop(name) for name in SOLVER_OPTIONS if name in kwargs})
         if settings.adjoint or not settings.is_fixed_step:
             require_no_noise(drop_path_rate, jitter, settings.solver, settings.adjoint)
-        require_choice("flow_penalty", flow_penalty, FLOW_PENALTIES)
+        require_choice("flow_penalty", flow_penalty, tuple(FLOW_PENALTIES))
         require_number("flow_weight", flow_weight, "0 or more, and finite", 0)
         super().__init__(depth=depth, **kwargs)
         self.flow_penalty = flow_penalty
@@ -770,14 +770,13 @@ class OdeVitSsog(VitSsog):
         self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Evolve, and collect the penalty (batch,) of every step if there is a list for it."""
-        error, kinetic = self.flow_penalty != "kinetic", self.flow_penalty != "error"
         if not torch.jit.is_scripting():
             # without gradients the adjoint has nothing to do, and the plain loop is the same solve
             if (self.adjoint and torch.is_grad_enabled()) or not self.is_fixed_step:
                 return self._solve(x, taps, stop, penalties)
         elif not self.is_fixed_step:
             raise RuntimeError("An adaptive solver can't be scripted: set_solver('rk4') or another fixed-step method.")
-        dtype = x.dtype
+        dtype, penalty = x.dtype, self.flow_penalty
         state = as_state(x)
         states: list[Tensor] = []
         kernels = self._kernels(x)
@@ -806,7 +805,9 @@ class OdeVitSsog(VitSsog):
                     slopes.append(slope if speed is None else slope * speed)
                 state = advance(state, slopes, self.slope_weights, self.step_size)
                 if penalties is not None and not torch.jit.is_scripting():
-                    term = step_penalty(start, full, self.slope_weights, self.step_size, before, error, kinetic)
+                    term = step_penalty(
+                        start, full, weights=self.slope_weights, step=self.step_size, before=before, penalty=penalty
+                    )
                     before = full[0]
                     if term is not None:
                         penalties.append(term)
@@ -826,8 +827,7 @@ class OdeVitSsog(VitSsog):
             list(self.blocks),
             [as_state(x), *states[:-1]],
             grid=self.time_grid,
-            error=self.flow_penalty != "kinetic",
-            kinetic=self.flow_penalty != "error",
+            penalty=self.flow_penalty,
             dtype=x.dtype,
             grad_checkpointing=self.adjoint or self.grad_checkpointing,
         )
