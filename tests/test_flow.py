@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import timm_ssog.layers
+from timm_ssog import flow
 from timm_ssog.runge_kutta import TABLEAUS
 
 IMAGES, CLASSES = 8, 5
@@ -108,6 +109,33 @@ def test_the_gradient_is_that_of_the_definition(solver: str, penalty: str) -> No
     assert (ours - expected).norm() <= 1e-9 * expected.norm()
     without = trained(build(torch.float64, solver=solver, flow_penalty="none"))
     assert (without - expected).norm() > 1e-2 * expected.norm(), "the penalty matters here"
+
+
+def test_the_gradient_of_a_binary_classifier_is_that_of_the_definition() -> None:
+    model = build(torch.float64, num_classes=1, flow_penalty="both", flow_weight=0.7)
+    images, labels = batch(torch.float64)
+    binary = (labels % 2).double()
+    logits, penalties = by_definition(model, images, "both")
+    (nn.functional.binary_cross_entropy_with_logits(logits[:, 0], binary) + 0.7 * penalties.mean()).backward()
+    expected = gradient(model)
+    model.zero_grad()
+    nn.functional.binary_cross_entropy_with_logits(model(images)[:, 0], binary).backward()
+    assert (gradient(model) - expected).norm() <= 1e-9 * expected.norm()
+
+
+def test_the_pull_fades_with_the_loss_of_a_learned_sample() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0], [4.0, 0.0, 0.0], [12.0, 0.0, 0.0]], dtype=torch.float64)
+    labels = torch.zeros(3, dtype=torch.long)
+    for scale in (1.0, 65536.0):
+        output, penalty = logits.clone().requires_grad_(), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        pulled = flow.pull_on_backward(output, penalty, 2.0)
+        (scale * nn.functional.cross_entropy(pulled, labels, reduction="sum")).backward()
+        assert penalty.grad is not None
+        assert output.grad is not None
+        lengths = output.grad.norm(dim=1) / scale
+        expected = 2 * torch.cat([torch.ones(1), lengths[1:] / flow.LEAST_LENGTH])
+        assert torch.allclose(penalty.grad / scale, expected, rtol=1e-12)
+        assert lengths[1] < flow.LEAST_LENGTH
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
