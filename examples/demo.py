@@ -1,7 +1,7 @@
 """Train SSoG and its dense attention twin on real digits with timm's own parts; then reload, enlarge and draw them.
 
-Discrete, looped and continuous models, each beside its twin. Everything runs on the CPU and lands below output/:
-models, and images of kernels and accuracies.
+Discrete, looped and continuous models, each with its twin. Everything runs on the CPU and goes to output/: models, and
+images of kernels and accuracies.
 """
 
 import argparse
@@ -45,7 +45,7 @@ DEPTHS: dict[str, dict[str, Any]] = {
     "looped": {"name": "vit_ssog_tiny_looped", "depth": 1, "loops": 4},
     "continuous": {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 4.0, "solver": "midpoint", "solver_steps": 2},
 }
-"""Columns of the comparison, of one cost: four blocks, one block four times, four evaluations of one as a velocity."""
+"""Columns of the comparison, of equal cost: four blocks, one block four times, four evaluations of it as a velocity."""
 
 COLOURS = {"SSoG": "#1b6ca8", "attention": "#c8553d"}
 
@@ -56,9 +56,9 @@ def train_and_save(mixer: str, depth: str, folder: Path, epochs: int, limit: int
     Args:
         mixer: A name in `MIXERS`.
         depth: A name in `DEPTHS`.
-        folder: Where config.json and model.safetensors go.
+        folder: Folder for config.json and model.safetensors.
         epochs: Passes over the training images.
-        limit: Use only so many training images; all if None.
+        limit: Number of training images to use; all if None.
 
     Returns:
         The trained model.
@@ -81,19 +81,19 @@ def train_and_save(mixer: str, depth: str, folder: Path, epochs: int, limit: int
 
 
 def reload(folder: Path, **changes: Any) -> VitSsog:
-    """Load a saved model through timm, changed where asked."""
+    """Load a saved model through timm, with changed options."""
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, **changes)
     return model.eval()  # type: ignore[return-value]
 
 
 @torch.inference_mode()
 def logits(model: VitSsog, images: Tensor) -> Tensor:
-    """The model's answer to a batch of images, in evaluation mode."""
+    """The model's logits for a batch of images, in evaluation mode."""
     return model.eval()(images)
 
 
 def resolution_curves(name: str, folder: Path, limit: int | None) -> Iterator[tuple[str, list[float]]]:
-    """Yield the accuracy of a saved model at each of `SIZES`; for SSoG with both kinds of kernel coordinates."""
+    """Yield the accuracy of a saved model at each of `SIZES`; for SSoG with both types of kernel coordinates."""
     variants: dict[str, dict[str, str]] = {name: {}}
     if MIXERS[name] == "ssog":
         variants = {
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
             model = train_and_save(mixer, depth, folder, epochs, limit)
             seconds = time.perf_counter() - begin
             if not torch.equal(logits(model, images), logits(reload(folder), images)):
-                raise SystemExit(f"The model reloaded from {folder} answers otherwise than the one that was saved.")
+                raise SystemExit(f"The model reloaded from {folder} gives other logits than the saved one.")
             reloads.append(name)
             if depth == "discrete":
                 of_model = dict(resolution_curves(mixer, folder, limit))

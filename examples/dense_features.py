@@ -1,9 +1,9 @@
 """Dense features at high resolution: a small segmentation head on timm's features_only, used at a larger size.
 
-Digits lie at random on a dark canvas, and every pixel is to be labelled with its digit or as background. The backbone
-is a trained classifier of single digits, by default the one in hub_cards/; it is trained on with the head at one size
-of canvas and tested at larger ones, where the digits keep their size and there are more of them. That is what
-kernel_coords="cells" is for: kernels keep their reach in tokens. Where larger images show the same things enlarged,
+Digits lie at random on a dark canvas, and every pixel gets the label of its digit or of the background. The backbone is
+a trained classifier of single digits, by default the one in hub_cards/. It is trained further with the head at one
+canvas size and tested at larger ones, where the digits keep their size and there are more of them. That is what
+kernel_coords="cells" is for: kernels keep their reach in tokens. If larger images show the same things enlarged,
 "relative" is right.
 """
 
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 CHECKPOINT = Path(__file__).parents[1] / "hub_cards" / "vit_ssog_tiny.mnist5k"
 INK = 100
-"""Pixels of a digit above this value, of 255, have its label."""
+"""Pixels of a digit above this value, out of 255, have its label."""
 BACKGROUND_WEIGHT = 0.2
-"""Of a pixel of background in the loss: most pixels are that, and learned first."""
+"""Weight of a background pixel in the loss: most pixels are background, and learned first."""
 
 
 class Segmenter(nn.Module):
@@ -34,8 +34,8 @@ class Segmenter(nn.Module):
         """Put a head on a backbone.
 
         Args:
-            backbone: Made with ``features_only=True``; its maps are of one size.
-            classes: Labels of a pixel.
+            backbone: Created with ``features_only=True``; its maps have one size.
+            classes: Number of labels.
             hidden: Channels between the two layers of the head.
         """
         super().__init__()
@@ -57,8 +57,8 @@ def scenes(split: str, side: int, count: int, generator: np.random.Generator) ->
 
     Args:
         split: ``"train"`` or ``"test"``, of the digits.
-        side: Of the canvases, in pixels; at least that of a digit.
-        count: How many canvases.
+        side: Side of the canvases in pixels; at least that of a digit.
+        count: Number of canvases.
         generator: Draws digits and places.
 
     Returns:
@@ -87,7 +87,7 @@ def train(model: nn.Module, side: int, steps: int, batch: int, rate: float, gene
     scheduler, _ = create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=1, step_on_epochs=False, updates_per_epoch=steps
     )
-    assert scheduler is not None  # it is for schedules that timm does not know
+    assert scheduler is not None  # for schedules that timm does not know
     weight = torch.ones(CLASSES + 1)
     weight[0] = BACKGROUND_WEIGHT
     model.train()
@@ -104,7 +104,7 @@ def train(model: nn.Module, side: int, steps: int, batch: int, rate: float, gene
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Share of pixels that are right, and intersection over union averaged over the labels, in percent."""
+    """Share of correct pixels, and intersection over union averaged over the labels, in percent."""
     model.eval()
     predicted = torch.cat([model(image).argmax(1) for image in images.split(1)])
     confusion = torch.bincount((labels * (CLASSES + 1) + predicted).flatten(), minlength=(CLASSES + 1) ** 2)
@@ -120,10 +120,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel-coords", choices=("cells", "relative"), default="cells", help="default: cells")
     parser.add_argument("--side", type=int, default=64, help="side of the canvases to train on (default: 64)")
     parser.add_argument(
-        "--test-sides", type=int, nargs="+", default=[64, 128, 256], help="to test on (default: 64 128 256)"
+        "--test-sides",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256],
+        help="sides to test on (default: 64 128 256)",
     )
-    parser.add_argument("--steps", type=int, default=300, help="of training (default: 300)")
-    parser.add_argument("--batch-size", type=int, default=8, help="canvases of a batch (default: 8)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of training (default: 300)")
+    parser.add_argument("--batch-size", type=int, default=8, help="canvases per batch (default: 8)")
     parser.add_argument("--images", type=int, default=20, help="canvases to test on, per size (default: 20)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of AdamW (default: 3e-3)")
     options = parser.parse_args(argv)
@@ -134,7 +138,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         if side < IMAGE_SIZE:
             parser.error(f"a canvas must have at least the {IMAGE_SIZE} px of a digit, got {side}")
     if not (options.model / "config.json").exists():
-        parser.error(f"{options.model} holds no model (config.json): name the folder of one, as make demo writes them")
+        parser.error(f"{options.model} holds no model (config.json): name a folder such as those that make demo writes")
     return options
 
 

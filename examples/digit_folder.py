@@ -1,7 +1,7 @@
 """Write the real digits as folders of PNG files, as timm's train.py and validate.py read them.
 
 The 4,000 training images are split once more, so that a run can choose its best epoch on images that are neither
-trained on nor tested on: DIR/train (3,600), DIR/validation (400) and DIR/test (1,000), a folder a class in each.
+trained on nor tested on: DIR/train (3,600), DIR/validation (400) and DIR/test (1,000), each with one folder per class.
 """
 
 import argparse
@@ -11,20 +11,20 @@ from digits import digits
 from PIL import Image
 
 VALIDATION = 10
-"""Every so manieth image of a class of the training split is kept for validation."""
+"""One in this many training images of each class is kept for validation."""
 
 
 def write_folder(root: Path) -> dict[str, int]:
-    """Write all three splits below a folder that does not exist yet.
+    """Write all three splits to a folder that does not exist yet.
 
     Args:
         root: The folder.
 
     Returns:
-        Images in each split.
+        Number of images in each split.
 
     Raises:
-        FileExistsError: if the folder is there already: files left in it would be trained on.
+        FileExistsError: if the folder already exists: old files in it would be trained on.
     """
     root.mkdir(parents=True)
     counts = {"train": 0, "validation": 0, "test": 0}

@@ -19,10 +19,10 @@ MEAN = (0.1311,)
 STD = (0.3083,)
 
 SHIFT = 2
-"""Largest shift of a training image, in pixels and either direction."""
+"""Largest shift of a training image, in pixels, in any direction."""
 
 
-# reading takes seconds, and every loader asks
+# reading takes seconds, and every loader needs the images
 mnist = cache(mnist_data)
 
 
@@ -58,8 +58,8 @@ class Digits(Dataset[tuple[Any, int]]):
 
         Args:
             split: ``"train"`` or ``"test"``.
-            shift: Move an image by up to so many pixels each way, anew whenever it is read.
-            limit: Take only the first so many images; all if omitted.
+            shift: Move an image by up to this many pixels in each direction, differently at each read.
+            limit: Number of images to take, the first ones; all if omitted.
         """
         images, labels = digits(split)
         self.images, self.labels = images[:limit], labels[:limit]
@@ -81,7 +81,7 @@ class Digits(Dataset[tuple[Any, int]]):
 def digit_loader(
     split: str, size: int = IMAGE_SIZE, batch_size: int = 50, limit: int | None = None
 ) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-    """timm's loader over a split: shifted and shuffled to train, as it is to test, enlarged to ``size`` pixels."""
+    """timm's loader over a split: shifted and shuffled to train, unchanged to test, enlarged to ``size`` pixels."""
     training = split == "train"
     return create_loader(
         Digits(split, shift=SHIFT if training else 0, limit=limit),  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Fine-tune a model on one's own image folder, with timm's parts: data, optimizer, schedule, checkpoint.
+"""Fine-tune a model on your own image folder, with timm's parts: data, optimizer, schedule, checkpoint.
 
-DATA has train/ and validation/, a folder per class in each. The model starts from random weights, or with --pretrained
-from its own, with a new head where the classes are others. The weights of the best epoch are kept in a file that
+DATA has train/ and validation/, each with one folder per class. The model starts from random weights, or with
+--pretrained from its own, with a new head if the classes differ. The weights of the best epoch are kept in a file that
 timm.create_model loads. timm's train.py does the same with more augmentation, mixed precision and several GPUs.
 """
 
@@ -26,10 +26,10 @@ def datasets(data: Path) -> tuple[Any, Any]:
     Raises:
         SystemExit: if a split is missing, or the two have different classes.
     """
-    # without such a folder timm would take all images there are, for both
+    # without such a folder timm would use all images for both
     for split, names in {"train": ("train",), "validation": ("validation", "val")}.items():
         if not any((data / name).is_dir() for name in names):
-            raise SystemExit(f"Expected {data / split} with a folder per class, and it is not there: create it.")
+            raise SystemExit(f"Expected {data / split} with one folder per class, but it does not exist: create it.")
     train, validation = (create_dataset("", root=str(data), split=split) for split in ("train", "validation"))
     seen, tested = (list(dataset.reader.class_to_idx) for dataset in (train, validation))  # type: ignore[union-attr]
     if seen != tested:
@@ -41,7 +41,7 @@ def datasets(data: Path) -> tuple[Any, Any]:
 
 
 def train_epoch(model: nn.Module, loader: Any, optimizer: Any, scheduler: Any, updates: int) -> int:
-    """Train for one epoch and return how many updates there were, those of the epochs before included."""
+    """Train for one epoch and return the number of updates so far, including earlier epochs."""
     device = next(model.parameters()).device
     model.train()
     for images, labels in loader:
@@ -58,7 +58,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, metavar="DATA", help="folder with train/ and validation/")
     parser.add_argument("out", type=Path, metavar="OUT.safetensors", help="checkpoint to write")
     parser.add_argument(
-        "--model", default="vit_ssog_small", help="a name of timm's, local-dir: or hf-hub: (default: vit_ssog_small)"
+        "--model", default="vit_ssog_small", help="a timm name, local-dir: or hf-hub: (default: vit_ssog_small)"
     )
     parser.add_argument("--pretrained", action="store_true", help="start from the model's pretrained weights")
     parser.add_argument(
@@ -66,7 +66,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--img-size", type=int, help="side of the images (default: that of the model)")
     parser.add_argument("--epochs", type=int, default=10, help="default: 10")
-    parser.add_argument("--batch-size", type=int, default=32, help="images of a batch (default: 32)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per batch (default: 32)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of AdamW (default: 1e-3)")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images (default: 0)")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Is it an ODE? Solve a trained continuous model with other solvers and steps, and see what its predictions do.
+"""Is it an ODE? Solve a trained continuous model with other solvers and steps, and see how its predictions change.
 
 Takes a folder that `make demo` or timm saved with a classifier of digits; by default the continuous model of the demo.
 Prints the report, the solve and the certificate, and writes ode_report.json and trajectory.png into that folder.

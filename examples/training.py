@@ -1,4 +1,4 @@
-"""The model and the recipe that all examples share, in timm's own parts: optimizer, schedule, loss and task."""
+"""The model and the recipe that the examples share, with timm's own optimizer, schedule, loss and task."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -51,21 +51,21 @@ RECIPE: dict[str, Any] = {
 
 
 class Batches(Protocol):
-    """What a loader of torch or timm is: some number of batches of images and labels."""
+    """A loader of torch or timm: a number of batches of images and labels."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 INIT_WIDTH = 768
-"""Input width at which timm's initial weights, of standard deviation 0.02, pass a signal on at about half its size."""
+"""Input width at which timm's initial weights, with standard deviation 0.02, about halve the size of a signal."""
 
 
 def create_model(name: str = "vit_ssog_tiny", **options: Any) -> timm_ssog.VitSsog:
     """Create a small model for the digits through timm: 14 x 14 tokens, four blocks of width 32.
 
     The linear layers start with the gain that timm's initialisation has at width 768: at width 32 a standard deviation
-    of 0.02 would all but shut the mixers and MLPs, and a short training would go by before they open.
+    of 0.02 would almost close the mixers and MLPs, and a short training would end before they open.
     """
     model = timm.create_model(name, **{**MODEL, **options})
     with torch.no_grad():
@@ -83,7 +83,7 @@ def train(
     on_step: Callable[[float], None] | None = None,
     amp: bool = False,
 ) -> None:
-    """Train a model where it is.
+    """Train a model on its device.
 
     Args:
         model: Maps images to logits.
@@ -110,7 +110,7 @@ def train(
         step_on_epochs=False,
         updates_per_epoch=len(loader),
     )
-    assert scheduler is not None  # it is for schedules that timm does not know
+    assert scheduler is not None  # for schedules that timm does not know
     device = next(model.parameters()).device
     task.train()
     updates = 0
@@ -129,7 +129,7 @@ def train(
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, loader: Batches, amp: bool = False) -> float:
-    """Share of images that a model labels right, in percent."""
+    """Share of images that a model classifies correctly, in percent."""
     model.eval()
     device = next(model.parameters()).device
     right = total = 0

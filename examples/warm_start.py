@@ -1,9 +1,9 @@
-"""From a trained ViT to a published SSoG model, on one's own image folder.
+"""From a trained ViT to a published SSoG model, on your own image folder.
 
-DATA has train/ and validation/, a folder per class in each. Where the classes are new to the teacher, it gets a head
-for them first, by ridge regression on its features (no training). Then everything goes the way of a warm start:
-convert, fine-tune by timm's distillation, write a folder that timm loads. `python -m timm_ssog warm-start` does the
-conversion alone, train.py with recipes/warm_start.yaml the training at scale.
+DATA has train/ and validation/, each with one folder per class. If the classes are new to the teacher, it first gets a
+head for them, by ridge regression on its features (no training). Then follows the warm start: convert, fine-tune with
+timm's distillation, write a folder that timm loads. `python -m timm_ssog warm-start` does only the conversion;
+train.py with recipes/warm_start.yaml does the training at scale.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def fit_head(teacher: Any, batches: DataLoader[Any], classes: int, ridge: float 
     Args:
         teacher: The teacher; its head is replaced.
         batches: Images and labels.
-        classes: How many there are.
-        ridge: Over the mean square of the features.
+        classes: Number of classes.
+        ridge: Ridge, over the mean square of the features.
     """
     features, labels = [], []
     for images, targets in batches:
@@ -74,13 +74,13 @@ def finetune(student: Any, teacher: Any, loader: Any, epochs: int, rate: float) 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("teacher", metavar="TEACHER", help="a trained ViT: a name of timm's, local-dir: or hf-hub:")
+    parser.add_argument("teacher", metavar="TEACHER", help="a trained ViT: a timm name, local-dir: or hf-hub:")
     parser.add_argument("data", type=Path, metavar="DATA", help="folder with train/ and validation/")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--model", default="vit_ssog_small", help="the student (default: vit_ssog_small)")
-    parser.add_argument("--epochs", type=int, default=4, help="of fine-tuning (default: 4)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning (default: 1e-3)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images of a batch (default: 32)")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs of fine-tuning (default: 4)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of fine-tuning (default: 1e-3)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per batch (default: 32)")
     parser.add_argument("--keep-head", action="store_true", help="DATA has the teacher's classes, in its order")
     options = parser.parse_args(argv)
 

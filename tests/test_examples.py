@@ -206,7 +206,7 @@ def test_demo_refuses_a_model_that_reloads_differently(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(demo, "reload", perturbed)
     monkeypatch.setattr(demo, "train", lambda *_, **__: None)
-    with pytest.raises(SystemExit, match="answers otherwise"):
+    with pytest.raises(SystemExit, match="gives other logits"):
         demo.main(["--quick", "--output", str(tmp_path)])
 
 

@@ -1,7 +1,7 @@
 """Which parameterisation should be the default? An ablation on real digits, one factor at a time, over several seeds.
 
 Every setting and the dense attention twin get the same recipe. Results go into a JSON file after each run, and a
-second call takes up where the first one stopped.
+second call resumes where the first one stopped.
 """
 
 import time
@@ -104,7 +104,7 @@ def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, An
 
 
 def difference(runs: list[dict[str, Any]], setting: str) -> tuple[float, float]:
-    """Mean accuracy of a setting less that of the default, and two standard errors of this difference."""
+    """Mean accuracy of a setting minus that of the default, and two standard errors of this difference."""
     values = [run["accuracy"] for run in runs if run["setting"] == setting]
     base_values = [run["accuracy"] for run in runs if run["setting"] == "default"]
     (mean, spread), (base, base_spread) = mean_spread(values), mean_spread(base_values)
@@ -146,10 +146,10 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def weakest_gradients(grid: int, images: int = 16) -> dict[str, float]:
-    """How near to dead the weakest component of a new default model is, on a grid and on real images.
+    """How close to dead the weakest component of a new default model is, on a grid and on real images.
 
     The gradient of a component's offset or width is taken image by image, its root mean square over the images divided
-    by the component's amplitude (a small amplitude is no dead shape: it has a gradient of its own).
+    by the component's amplitude (a small amplitude is not a dead shape: it has its own gradient).
 
     Args:
         grid: Tokens along each side.

@@ -1,4 +1,4 @@
-"""Peak memory of a forward pass or a training step of one model, in a process of its own."""
+"""Peak memory of a forward pass or a training step of one model, in its own process."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from turns import is_out_of_memory
 
 
 def measure_apart(task: dict[str, Any]) -> dict[str, int | None] | None:
-    """Run `measure` in a process of its own.
+    """Run `measure` in its own process.
 
     Args:
         task: Its arguments, and ``threads``.
@@ -54,7 +54,7 @@ def measure(
         In bytes: ``standing``, the tensors that are there before and after; ``peak``, the most tensors at any time,
         these included; ``saved``, what forward keeps for backward (None for inference); and ``process_peak``, the
         resident memory of the whole process, which counts libraries and their workspaces too (None where the system
-        cannot tell). None in place of all that if the device has too little memory.
+        cannot tell). None instead of all this if the device has too little memory.
     """
     try:
         network = create(model, size, setting, device).train(training)
@@ -112,7 +112,7 @@ def _measure(
 
 
 def saved_bytes(network: nn.Module, images: Tensor, labels: Tensor, bf16: bool = False) -> int:
-    """Bytes that the forward pass keeps for the backward pass, each storage once, parameters and images left out."""
+    """Bytes that the forward pass keeps for the backward pass, each storage once, without parameters and images."""
     known = {tensor.untyped_storage().data_ptr() for tensor in [*network.parameters(), images]}
     storages: dict[int, int] = {}
 

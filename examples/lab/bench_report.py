@@ -35,22 +35,22 @@ SPEED_TARGETS: list[dict[str, Any]] = [
     {"measure": "inference", "img_sizes": (224,), "to": "twin", "least": dict.fromkeys(SIZES, 1.1)},
     {"measure": "inference", "img_sizes": (1024,), "to": "twin", "least": {"tiny": 3.5, "small": 2.9, "base": 2.1}},
 ]
-"""What SSoG's throughput must be in times that of another model."""
+"""Required ratio of SSoG's throughput to another model's."""
 
 TARGET_CONDITIONS = {"device": "cpu", "threads": 1, "precision": "float32"}
 
 MOST_GROWTH = 1.6
-"""What SSoG's exponent of growth must not exceed: 1.5 by the count of operations, and 0.1 for what else there is."""
+"""Limit of SSoG's exponent of growth: 1.5 by the count of operations, and 0.1 for everything else."""
 
 MEMORY_TARGETS: list[dict[str, Any]] = [
     {"settings": tuple(SETTINGS), "to": "twin", "most": 1.0},
     {"settings": ("ode",), "to": "unfused", "most": 0.4},
 ]
-"""What SSoG's peak memory at inference at 1024 px must be in times that of another model."""
+"""Required ratio of SSoG's peak memory at inference at 1024 px to another model's."""
 
 
 def ratios(record: dict[str, Any], other: str) -> list[float]:
-    """SSoG's throughput in times another model's, in every turn that both took; empty if one is missing."""
+    """Ratios of SSoG's throughput to another model's, in every turn that both took; empty if one is missing."""
     ours, theirs = (record["ms"].get(model, []) for model in ("ssog", other))
     return [b / a for a, b in zip(ours, theirs, strict=False)]
 
@@ -61,13 +61,13 @@ def speed_up(record: dict[str, Any], other: str) -> float | None:
 
 
 def throughput(record: dict[str, Any], model: str) -> float | None:
-    """Images a second, by the median turn; None if the model was not measured."""
+    """Images per second, by the median turn; None if the model was not measured."""
     times = record["ms"].get(model)
     return 1e3 * record["batch"] / statistics.median(times) if times else None
 
 
 def memory_share(record: dict[str, Any], other: str, figure: str) -> float | None:
-    """SSoG's ``peak`` or ``process_peak`` in times another model's; None if one is missing."""
+    """Ratio of SSoG's ``peak`` or ``process_peak`` to another model's; None if one is missing."""
     ours, theirs = (record["bytes"].get(model) for model in ("ssog", other))
     if not ours or not theirs or not ours[figure] or not theirs[figure]:
         return None
@@ -260,14 +260,14 @@ def setup(conditions: dict[str, Any], records: Records) -> str:
 
 
 def report(conditions: dict[str, Any], records: Records) -> str:
-    """All tables with what one must know to read them, in Markdown."""
+    """All tables with what is needed to read them, in Markdown."""
     return "\n\n".join(
         [
             setup(conditions, records),
-            "The twin has dense attention and everything else equal, the ceiling mixes nothing. Throughput is SSoG's; "
-            "to another model, how many times that one's: the median, least and greatest ratio within a turn. Of the "
-            "turns, all models took those in brackets, SSoG and the ceiling the others too. Memory is the most bytes "
-            "of tensors at once (and of the whole process).",
+            "The twin has dense attention and everything else equal; the ceiling mixes nothing. Throughput is SSoG's; "
+            "ratios to another model are the median, smallest and largest ratio within a turn. All models took the "
+            "turns in brackets, SSoG and the ceiling took all turns. Memory is the peak of all tensors (and of the "
+            "whole process).",
             *tables(conditions, records).values(),
         ]
     )

@@ -28,7 +28,7 @@ MODELS = ("ssog", "twin", "unfused", "ceiling", "timm")
 BLOCKS, PATCH = 12, 16
 
 FILL = 0.8
-"""Share of the free memory that the scores of the unfused twin may take; where they need more it is left out."""
+"""Share of the free memory that the scores of the unfused twin may take; it is skipped if they need more."""
 
 
 def models_of(setting: str, wanted: tuple[str, ...] = MODELS) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def score_bytes(size: str, img_size: int, batch: int, training: bool) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that can still be had, infinite where the system does not tell."""
+    """Available memory, infinite if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError):

@@ -3,7 +3,7 @@
 Three sizes in three depth settings: SSoG, its attention twin with fused and with unfused attention, the ceiling
 (nothing mixed) and, where depth is discrete, timm's own ViT. The models of a cell (a measure, a size, a setting and an
 image size) take turns; ratios are medians of the ratios within a turn. Results go into a JSON file after each cell, and
-a second call takes up where the first one stopped; tables and a figure are written beside it.
+a second call resumes where the first one stopped; tables and a figure are written beside it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ QUICK: dict[str, Any] = {
 """What ``--quick`` does unless told otherwise."""
 
 PACE = {"cpu": 4e10, "cuda": 2e13}
-"""Floating-point operations a second that the first estimate of the time left starts from."""
+"""Floating-point operations per second that the first estimate of the time left starts from."""
 
 PROCESS_SECONDS = 8.0
 """Likewise, for starting the process that a memory figure needs."""
@@ -91,7 +91,7 @@ def is_done(record: dict[str, Any], cell: Cell, options: argparse.Namespace) -> 
 
 
 def expected_seconds(cell: Cell, options: argparse.Namespace) -> float:
-    """A guess at how long a cell takes, for the time left; how wrong it is on a machine, the progress bar corrects."""
+    """A guess at how long a cell takes, for the time left; the progress bar corrects its error."""
     if cell.measure == "cost":
         return 2.0
     dim, _ = SIZES[cell.size]
@@ -155,7 +155,7 @@ def measure(cell: Cell, options: argparse.Namespace, advance: Any) -> dict[str, 
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on beside the code: cells measured under other conditions are not mixed in."""
+    """What the figures depend on besides the code: cells measured under other conditions are not mixed in."""
     device = options.device
     return {
         "versions": {
@@ -286,7 +286,7 @@ def measure_missing(options: argparse.Namespace, where: dict[str, Any]) -> list[
                 write_results(options.output, where, records)
     except KeyboardInterrupt:
         raise SystemExit(
-            f"\nInterrupted. {len(records)} cells are in {options.output}; the same command goes on from there."
+            f"\nInterrupted. {len(records)} cells are in {options.output}; the same command resumes from there."
         ) from None
     return records
 

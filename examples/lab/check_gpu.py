@@ -2,8 +2,8 @@
 
 Downloads nothing. In this order, so that what matters most is there if the time runs out: errors of output and
 gradients against float64; ceilings of the card; the operator against eager, compiled einsum and attention, taking
-turns; the models against their attention twins. Writes JSON and a Markdown table; exits with 1 where a result is wrong.
-``--device cpu --quick`` runs all of it in small under Triton's interpreter, to see that the script works.
+turns; the models against their attention twins. Writes JSON and a Markdown table; exits with 1 if a result is wrong.
+``--device cpu --quick`` runs a small version under Triton's interpreter, to see that the script works.
 """
 
 import argparse
@@ -78,7 +78,7 @@ QUICK_RESULTS = Path(__file__).parents[2] / "output" / "check_gpu-quick.json"
 
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Values, and float32 kernels as a mixer makes them, all of which want gradients."""
+    """Values, and float32 kernels as a mixer builds them; all need gradients."""
     height, width, components, head_dim, batch, heads = shape
     offset = torch.randn(2, heads, components, device=device) * 2
     sigma = torch.rand(2, heads, components, device=device) * 2 + 0.25
@@ -151,13 +151,13 @@ def timer_of(device: torch.device) -> Timer:
 
 
 def says_so(name: str, error: Exception) -> bool:
-    """Leave out what fails, whatever the reason."""
+    """Skip what fails, whatever the reason."""
     print(f"  {name} does not run: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
     return True
 
 
 def as_graph(run: Call, device: torch.device) -> Call:
-    """The same work as one CUDA graph, which takes the time of the launches away; the call itself elsewhere."""
+    """The same work as one CUDA graph, which removes the time of the launches; the call itself elsewhere."""
     if device.type != "cuda":
         return run
     stream = torch.cuda.Stream()
@@ -213,7 +213,7 @@ def time_operator(
                 run = (step if "backward" in part else forward)(*contender)
                 runs[name] = as_graph(run, device) if "graph" in part else run
             except Exception as error:
-                print(f"  {part}, {name} is left out: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+                print(f"  {part}, {name} is skipped: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         samples = take_turns(runs, timer=timer_of(device), turns=turns, sample_seconds=SAMPLE_SECONDS, drops=says_so)
         medians = {name: statistics.median(times) for name, times in samples.items()}
         record: dict[str, Any] = {"grid": grid, "batch": batch, "part": part}
@@ -277,7 +277,7 @@ def model_step(model: nn.Module, images: Tensor, training: bool) -> Call:
 def measure_models(
     name: str, img_size: int, training: bool, device: torch.device, quick: bool, turns: int
 ) -> dict[str, Any]:
-    """Peak memory of each variant alone on the card, then images a second in turns."""
+    """Peak memory of each variant alone on the card, then images per second in turns."""
     batch = 1 if quick else max(1, round((16 if training else 64) * (224 / img_size) ** 2))
     if "base" in name and not quick:
         batch = max(1, batch // 2)
@@ -311,7 +311,7 @@ def measure_models(
 
 
 def release(device: torch.device) -> None:
-    """Give the memory of what nobody holds back to the card."""
+    """Give unused memory back to the card."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -339,7 +339,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def judge(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was aimed at for an H200, with what was reached; only what was measured."""
+    """The targets for an H200, with what was reached; only those that were measured."""
     verdicts = []
 
     def add(what: str, reached: float, least: float) -> None:
@@ -393,7 +393,7 @@ def report(results: dict[str, Any]) -> str:
         met = "Met" if verdict["met"] else "MISSED"
         lines.append(f"\n{met}: {verdict['target']}: {verdict['reached']:.2f} (at least {verdict['least']}).")
     if results["left_out"]:
-        lines += ["", f"Not measured for want of time: {', '.join(results['left_out'])}."]
+        lines += ["", f"Not measured for lack of time: {', '.join(results['left_out'])}."]
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """Speed of deployed models: SSoG, its attention twin and timm's ViT in PyTorch, ONNX Runtime and OpenVINO, in turns.
 
-One image a call, one thread, float32 everywhere. Each model is exported to ONNX from one example image, and must answer
-as in PyTorch. Results go into a JSON file after each cell (a size and an image size), and a second call takes up where
-the first one stopped. OpenVINO is left out where it is not installed (`pip install openvino`).
+One image per call, one thread, float32 everywhere. Each model is exported to ONNX from one example image, and must give
+the same logits as in PyTorch. Results go into a JSON file after each cell (a size and an image size), and a second call
+resumes where the first one stopped. OpenVINO is skipped if it is not installed (`pip install openvino`).
 """
 
 import argparse
@@ -55,7 +55,7 @@ def recipe() -> dict[str, Any]:
 
 
 def runners(network: torch.nn.Module, path: Path, images: Tensor) -> dict[str, Callable[[], Any]]:
-    """A call per runtime that answers the images on one thread, in float32."""
+    """One call per runtime that computes the logits of the images on one thread, in float32."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
@@ -72,7 +72,7 @@ def runners(network: torch.nn.Module, path: Path, images: Tensor) -> dict[str, C
 
 
 def check_answers(answers: dict[str, Any]) -> None:
-    """Refuse to time runtimes that do not answer as PyTorch does.
+    """Refuse to time runtimes whose logits are not PyTorch's.
 
     Raises:
         SystemExit: if the logits of one differ.
@@ -83,7 +83,7 @@ def check_answers(answers: dict[str, Any]) -> None:
         if not error <= MOST_ERROR:
             raise SystemExit(
                 f"Expected the logits of {runtime} within {MOST_ERROR:g} of PyTorch's, got {error:.2g}: times of wrong "
-                "answers say nothing. Export with another release of the runtime or of torch."
+                "results are meaningless. Export with another release of the runtime or of torch."
             )
 
 
@@ -94,7 +94,7 @@ def measure(
 
     Args:
         size: ``"tiny"``, ``"small"`` or ``"base"``.
-        img_size: Of the images, one a call.
+        img_size: Size of the images, one per call.
         seconds: About how long the turns take, three at least.
         advance: Told after every turn which share of all turns it was.
 
@@ -151,13 +151,13 @@ def measure_missing(options: argparse.Namespace) -> list[dict[str, Any]]:
                 write_results(options.output, recipe(), found)
     except KeyboardInterrupt:
         raise SystemExit(
-            f"\nInterrupted. {len(found)} cells are in {options.output}; the same command goes on from there."
+            f"\nInterrupted. {len(found)} cells are in {options.output}; the same command resumes from there."
         ) from None
     return found
 
 
 def speed_up(record: dict[str, Any], runtime: str, other: str) -> float | None:
-    """How many times another model's throughput SSoG has: the median of the ratios within a turn."""
+    """Ratio of SSoG's throughput to another model's: the median of the ratios within a turn."""
     return bench_report.speed_up({"ms": record["milliseconds"][runtime]}, other)
 
 
@@ -207,7 +207,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if openvino is None:
-        print("OpenVINO is left out, as it is not installed: pip install openvino", file=sys.stderr)
+        print("OpenVINO is skipped, because it is not installed: pip install openvino", file=sys.stderr)
     with claimed(options.output):
         runs = measure_missing(options)
     print(f"{setup(recipe(), runs)}\n\n{table(runs)}\n\nEvery turn: {options.output}")

@@ -3,7 +3,7 @@
 One shared block over a horizon of 12 on real digits, or with ``--images`` on a folder of images with ``train`` and
 ``test`` in it, such as CIFAR-10. Beside the accuracy: how far the trained solver is from the exact flow, how accurate
 that flow is, and what other solvers make of the same weights. Looped models are Euler's method with step 1, so their
-settings are trained as such and tested at other numbers of loops. A second call takes up where the first one stopped.
+settings are trained as such and tested at other numbers of loops. A second call resumes where the first one stopped.
 """
 
 import random
@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "narrow loops": {**LOOPED, **NARROW, "pre_norm": False},
     "narrow loops, unit start": {**LOOPED, **NARROW, "pre_norm": True},
 }
-"""What differs from the registered continuous model. ``random_loops`` is ours: loops drawn anew for every batch."""
+"""Changes to the registered continuous model. ``random_loops`` is ours: it draws the number of loops for each batch."""
 
 ANYTIME_IMAGES = 200
 """Test images of the adaptive solves, which take them one by one."""
@@ -79,7 +79,7 @@ class InMemory:
         Args:
             folder: Holds ``train`` and ``test``, and a folder of images for every class in each.
             split: ``"train"`` or ``"test"``.
-            batch_size: Images of a batch.
+            batch_size: Images per batch.
             limit: Take only so many images, evenly spread; all if None.
         """
         dataset: Any = create_dataset("", root=str(folder / split), split=split)
@@ -110,7 +110,7 @@ class InMemory:
 
 @torch.inference_mode()
 def logits(model: Any, images: Tensor, **solver: Any) -> Tensor:
-    """The model's answers to all images in one setting of its solver or its loops, batch by batch."""
+    """The model's logits for all images in one setting of its solver or its loops, batch by batch."""
     if "loops" in solver:
         model.set_loops(solver["loops"])
     elif solver:

@@ -1,7 +1,7 @@
 """The paper's comparison: SSoG against its dense attention twin, in three depths and three widths, all else fixed.
 
 On real digits by default, at our scale: a twelfth of timm's widths, minutes of CPU. With ``--dataset`` the
-registered models at 224 px on any dataset of timm's, ``torch/cifar100`` say, for a GPU. A second call takes up where
+registered models at 224 px on any timm dataset, such as ``torch/cifar100``, for a GPU. A second call resumes where
 the first one stopped.
 """
 
@@ -38,7 +38,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "small": {"embed_dim": 32, "num_heads": 4},
     "base": {"embed_dim": 64, "num_heads": 8},
 }
-"""Widths for the digits: each twice the one before, with as many channels a head, as in timm's sizes."""
+"""Widths for the digits: each twice the previous one, with the same number of channels per head, as in timm's sizes."""
 
 SUFFIXES = {"discrete": "", "looped": "_looped", "continuous": "_ode"}
 
@@ -58,7 +58,7 @@ SCALES = (1.0, 1.5, 2.0, 3.0)
 MARGINS = {"discrete": 2.2, "looped": 5.4, "continuous": 2.2}
 """Smallest gain of SSoG over the twin that the paper's abstract claims, in points of top-1, for CIFAR-100 at 224 px."""
 
-# ours, not the paper's, whose recipe was not at hand
+# ours, not the paper's, whose recipe was not available
 DATASET_RECIPE: dict[str, Any] = {
     **RECIPE,
     "batch_size": 128,
@@ -183,7 +183,7 @@ def require_split(dataset: Any, options: dict[str, Any]) -> None:
 
 
 def paired(runs: list[dict[str, Any]], depth: str, width: str | None = None) -> list[float]:
-    """Accuracy of SSoG less that of its twin, for each width and seed that both were run with."""
+    """Accuracy of SSoG minus that of its twin, for each width and seed that both were run with."""
     accuracies = {(record["setting"], record["seed"]): record["accuracy"] for record in runs}
     ours, twin = MIXERS
     return [

@@ -27,7 +27,7 @@ BATCHES = (1, 4, 16, 64)
 HEAD_DIMS = (16, 64)
 COMPONENTS = (1, 2, 4, 8)
 MOST_VALUES = 1 << 20
-"""Values a head from which on a larger batch changes nothing but the time that the sweep takes."""
+"""Values per head above which a larger batch only makes the sweep longer."""
 
 HEADS = 6
 """As many as the small model has: whether heads are mixed together or one by one depends on their number."""
@@ -52,7 +52,7 @@ def weights(stacked_cost: float, build_cost: float) -> Iterator[None]:
 
 
 def measure(grid: tuple[int, int], batch: int, head_dim: int, components: int, rounds: int) -> list[dict[str, Any]]:
-    """Time both forms on one case, forward and backward each on its own, because the rule decides them apart.
+    """Time both forms on one case, forward and backward separately, because the rule decides them separately.
 
     Returns:
         A record for each of the two passes, with the milliseconds of either form.

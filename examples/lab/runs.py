@@ -1,4 +1,4 @@
-"""Runs of an experiment over settings and seeds, in one results file that a second call goes on with."""
+"""Runs of an experiment over settings and seeds, in one results file that a second call continues."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ def provenance() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Keep a results file to this process, which also shows before anything is measured that it can be written.
+    """Reserve a results file for this process, which also checks before any measurement that it can be written.
 
     Raises:
         SystemExit: if it cannot be written, or another process has it.
@@ -67,7 +67,7 @@ def results_of(path: Path, recipe: dict[str, Any], fields: Collection[str]) -> l
         fields: What every record must have.
 
     Raises:
-        SystemExit: if the file is no results file, or its runs followed another recipe.
+        SystemExit: if the file is not a results file, or its runs followed another recipe.
     """
     if not path.exists():
         return []
@@ -116,13 +116,13 @@ def run_all(
     run: Callable[[str, int], dict[str, Any]],
     jobs: int = 1,
 ) -> list[dict[str, Any]]:
-    """Run every setting with every seed, but for those already in the results file, and record each there.
+    """Run every setting with every seed, except those already in the results file, and record each there.
 
     Args:
         output: The results file.
         recipe: What all runs share; runs that followed another one are not mixed in.
         settings: Names that ``run`` understands.
-        seeds: How many, counted from 0.
+        seeds: Number of seeds, counted from 0.
         run: Maps a setting and a seed to a record with ``setting``, ``seed`` and ``accuracy``; importable, for it
             may run in other processes.
         jobs: Processes, one thread each.
@@ -148,7 +148,7 @@ def run_all(
                     bar.update()
         except KeyboardInterrupt:
             raise SystemExit(
-                f"\nInterrupted. {len(runs)} runs are in {output}; the same command goes on from there."
+                f"\nInterrupted. {len(runs)} runs are in {output}; the same command resumes from there."
             ) from None
     return runs
 
@@ -189,11 +189,11 @@ def mean_spread(values: list[float]) -> tuple[float, float]:
 
 
 def decimal(value: float, digits: int = 1) -> str:
-    """So many decimals, and a dash for nan."""
+    """A number with this many decimals, or a dash for nan."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def plus_minus(values: list[float], digits: int = 1) -> str:
-    """Mean and standard deviation, with so many decimals."""
+    """Mean and standard deviation, with this many decimals."""
     mean, spread = mean_spread(values)
     return f"{mean:.{digits}f} ± {decimal(spread, digits)}"

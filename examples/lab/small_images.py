@@ -23,10 +23,10 @@ class Images:
     Attributes:
         pixels: The images.
         labels: Their classes.
-        mean: Of the pixels, scaled to 0..1, per channel.
-        std: Likewise.
+        mean: Mean of the pixels, scaled to 0..1, per channel.
+        std: Their standard deviation.
         shift: Largest shift in training, in pixels.
-        flip: Whether a mirrored image is still of its class.
+        flip: Whether a mirrored image still belongs to its class.
     """
 
     pixels: Tensor
@@ -40,7 +40,7 @@ class Images:
         return len(self.labels)
 
     def first(self, count: int | None) -> "Images":
-        """Only the first so many; all if None."""
+        """Only the first images, up to this number; all if None."""
         return Images(self.pixels[:count], self.labels[:count], self.mean, self.std, self.shift, self.flip)
 
     def normalised(self, pixels: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def cifar_images(folder: Path, split: str, per_class: int) -> Images:
 
 
 class TrainingBatches:
-    """Shuffled batches, each image shifted and perhaps mirrored, drawn by a generator of their own."""
+    """Shuffled batches, each image shifted and perhaps mirrored, drawn by their own generator."""
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:
         self.images, self.batch_size = images, min(batch_size, len(images))

@@ -1,8 +1,8 @@
 """Which fixed-step solver should a continuous model train with? Twelve evaluations each, on real digits, several seeds.
 
 One shared block over a horizon of 12, as registered. Beside the accuracy: how far the trained solver is from the exact
-flow, and how accurate that flow is; a net that has learned its step grid loses accuracy under a better solver. A second
-call takes up where the first one stopped.
+flow, and how accurate that flow is; a network that has adapted to its step grid loses accuracy under a better solver. A
+second call resumes where the first one stopped.
 """
 
 import time
@@ -37,10 +37,10 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "rk4 x 3, jitter": {"solver": "rk4", "solver_steps": 3, "jitter": True},
     "midpoint x 6, jitter": {"solver": "midpoint", "solver_steps": 6, "jitter": True},
 }
-"""Settings of one cost: twelve evaluations of the velocity; jitter adds those of one more step in training."""
+"""Settings of equal cost: twelve evaluations of the velocity; jitter adds those of one more step in training."""
 
 FINE_STEPS = 48
-"""Steps of rk4 that the accuracy of the exact flow is measured with."""
+"""Steps of rk4 for measuring the accuracy of the exact flow."""
 
 
 def run(setting: str, seed: int, epochs: int, limit: int | None) -> dict[str, Any]:

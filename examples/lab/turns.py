@@ -16,16 +16,16 @@ LEAST_TURNS, MOST_TURNS = 3, 50
 MOST_REPEATS = 200
 
 DUEL = ("ssog", "ceiling")
-"""Where others are so slow that there is time for a few turns only, these two go on: a few percent are between them."""
+"""If others are so slow that there is time for only a few turns, these two go on: they differ by a few percent only."""
 
 
 def wall_clock() -> float:
-    """Seconds that pass for everybody."""
+    """Seconds of the wall clock."""
     return time.perf_counter()
 
 
 def cpu_clock() -> float:
-    """Seconds that this process computed: with one thread the wall clock, but for what others did in between."""
+    """Seconds that this process computed: with one thread the wall clock, minus what others did in between."""
     return time.process_time()
 
 
@@ -66,15 +66,15 @@ def take_turns(
     """Time calls in turns.
 
     Args:
-        calls: What to time, by name; all of it once a turn.
+        calls: What to time, by name; each once per turn.
         timer: Tells how long a call takes.
         turns: How many; if omitted, as many as ``seconds`` allow, at least `LEAST_TURNS` and at most `MOST_TURNS`. The
             two of `DUEL` have as many of these as they would have on their own.
         seconds: About how long all turns take.
         sample_seconds: Least time between two readings of the clock: shorter calls are repeated.
-        drops: Told the name of a call that failed and its error; whether to go on without it. By default where it ran
-            out of memory.
-        advance: Told after every turn which share of all turns it was.
+        drops: Gets the name of a call that failed and its error; whether to go on without it. By default if it ran out
+            of memory.
+        advance: Called after every turn with its share of all turns.
 
     Returns:
         The milliseconds of every turn, by name; where lengths differ, the shorter ones are of the first turns.

