@@ -1,15 +1,18 @@
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-# in this process and those it starts: the models of the tests are too small for two threads, which on a busy machine
-# spin for each other
+# in this process and those it starts: the models in the tests are too small for two threads, which would wait for each
+# other on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import timm
 import torch
 from hypothesis import HealthCheck, settings
+from torch import Tensor
 
 import timm_ssog  # noqa: F401  registers the models, whether the hook is installed or not
 
@@ -25,14 +28,28 @@ settings.register_profile(
 settings.register_profile("long", settings.get_profile("short"), derandomize=False, max_examples=1500, print_blob=True)
 settings.load_profile("short")
 
-SMALL: dict[str, Any] = {
-    "img_size": 32,
-    "patch_size": 8,
-    "embed_dim": 32,
-    "depth": 2,
-    "num_heads": 2,
-    "num_classes": 5,
-}
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LAB = EXAMPLES / "lab"
+sys.path[:0] = [str(EXAMPLES), str(LAB)]  # for tests that import a script
+
+Build = Callable[..., Any]
+
+SIZE: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+SMALL: dict[str, Any] = {**SIZE, "depth": 2}
+
+
+def as_trained(model: Any) -> Any:
+    """The model with weights as large as after training; initially, the velocity is nearly constant."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "blocks" in name and "mixer.a" not in name:
+                parameter.mul_(4)
+    return model
+
+
+def photos(count: int = 2, size: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same random images at every call."""
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +58,8 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def build() -> Callable[..., Any]:
-    """Builds a model as a user does, through timm, only small: a 4 x 4 grid, two blocks, two heads."""
+def build() -> Build:
+    """Builds a model through timm, as a user does, but small: a 4 x 4 grid, two blocks, two heads."""
 
     def create(name: str = "vit_ssog_tiny", **options: Any) -> Any:
         return timm.create_model(name, **{**SMALL, **options}).eval()

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Build
 from timm.models import create_feature_extractor
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from timm_ssog import layers
 from timm_ssog.layers import Block, SeparableMixer, kernels_ahead
-
-Build = Callable[..., Any]
 
 
 def tokens(height: int = 3, width: int = 5) -> Tensor:

@@ -7,26 +7,16 @@ import pytest
 import timm
 import torch
 import torchdiffeq
+from conftest import SIZE, as_trained, photos
 from torch import Tensor
 
 import timm_ssog
 from timm_ssog import analysis
 
-SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
-
 
 def build(kind: str = "_ode", **options: Any) -> Any:
     torch.manual_seed(0)
-    model = timm.create_model(f"vit_ssog_tiny{kind}", **{**SMALL, **options}).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("weight") and "blocks" in name and parameter.dim() == 2:
-                parameter.mul_(4)
-    return model
-
-
-def photos(count: int = 3) -> Tensor:
-    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return as_trained(timm.create_model(f"vit_ssog_tiny{kind}", **{**SIZE, **options}).eval())
 
 
 def velocity_calls(model: Any, images: Tensor) -> int:
@@ -40,8 +30,8 @@ def velocity_calls(model: Any, images: Tensor) -> int:
 @pytest.mark.parametrize("settings", [{"solver": "rk4", "solver_steps": 5}, {"solver": "dopri5"}, {"solver": "bosh3"}])
 def test_trace_counts_what_the_model_does(settings):
     model = build(**settings)
-    trace = timm_ssog.trace_solve(model, photos())
-    assert trace.evaluations == velocity_calls(model, photos())
+    trace = timm_ssog.trace_solve(model, photos(3))
+    assert trace.evaluations == velocity_calls(model, photos(3))
     assert trace.times[-1] == pytest.approx(12.0)
     assert len(trace.times) == trace.accepted
     assert trace.states is None
@@ -49,7 +39,7 @@ def test_trace_counts_what_the_model_does(settings):
 
 def test_trace_per_sample_counts_each_image():
     model = build(solver="dopri5", per_sample=True, rtol=1e-5, atol=1e-5)
-    images = photos()
+    images = photos(3)
     images[1] *= 100
     trace: Any = timm_ssog.trace_solve(model, images)
     alone: list[Any] = [timm_ssog.trace_solve(model, images[i : i + 1]).evaluations for i in range(3)]
@@ -58,10 +48,10 @@ def test_trace_per_sample_counts_each_image():
 
 def test_trace_keeps_states_at_feature_times_and_leaves_the_model_as_it_was():
     model = build(solver_steps=4).train()
-    trace: Any = timm_ssog.trace_solve(model, photos(), keep_states=True)
+    trace: Any = timm_ssog.trace_solve(model, photos(3), keep_states=True)
     assert model.training
     assert model.num_steps == 4
-    taps = model.eval().forward_intermediates(photos(), intermediates_only=True)
+    taps = model.eval().forward_intermediates(photos(3), intermediates_only=True)
     assert len(trace.states) == 4
     for state, tap in zip(trace.states, taps, strict=True):
         torch.testing.assert_close(state.permute(0, 3, 1, 2), tap)
@@ -69,11 +59,11 @@ def test_trace_keeps_states_at_feature_times_and_leaves_the_model_as_it_was():
 
 def test_error_estimate_of_a_fixed_step_solve_is_close_to_its_error():
     model = build(solver="rk4", solver_steps=24)
-    estimate = timm_ssog.trace_solve(model, photos()).error_estimate
+    estimate = timm_ssog.trace_solve(model, photos(3)).error_estimate
     states = {}
     for steps in (24, 384):
         model.set_solver(solver_steps=steps)
-        trace: Any = timm_ssog.trace_solve(model, photos(), keep_states=True)
+        trace: Any = timm_ssog.trace_solve(model, photos(3), keep_states=True)
         states[steps] = trace.states[-1]
     error = (states[24] - states[384]).flatten(1).square().mean(1).sqrt().max()
     assert 0.5 * error < estimate < 2 * error
@@ -81,7 +71,7 @@ def test_error_estimate_of_a_fixed_step_solve_is_close_to_its_error():
 
 def test_trace_of_several_blocks_is_one():
     model = build(depth=2, solver="dopri5", solver_steps=4)
-    trace: Any = timm_ssog.trace_solve(model, photos(), keep_states=True)
+    trace: Any = timm_ssog.trace_solve(model, photos(3), keep_states=True)
     assert len(trace.states) == 4
     assert trace.times[-1] == pytest.approx(12.0)
     assert 6.0 in [pytest.approx(time) for time in trace.times]
@@ -89,24 +79,24 @@ def test_trace_of_several_blocks_is_one():
 
 def test_only_a_continuous_model_has_a_trace():
     with pytest.raises(ValueError, match=r"Expected a continuous model .* got LoopedVitSsog"):
-        timm_ssog.trace_solve(build("_looped"), photos())
+        timm_ssog.trace_solve(build("_looped"), photos(3))
 
 
 def test_report_tells_a_solution_from_a_memorised_grid():
     smooth = build(solver="rk4", solver_steps=48, horizon=1.0)
-    report = analysis.ode_report(smooth, photos(), torch.tensor([0, 1, 2]), steps=(1, 4, 16))
+    report = analysis.ode_report(smooth, photos(3), torch.tensor([0, 1, 2]), steps=(1, 4, 16))
     assert report.converges
     assert "converges" in str(report)
     drift = {(row.solver, row.steps): row.drift for row in report.rows}
     assert drift["rk4", 16] < drift["midpoint", 16] < drift["euler", 16] < drift["euler", 1]
-    predicted = smooth(photos()).argmax(1)
-    perfect = analysis.ode_report(smooth, photos(), predicted, steps=(16,), solvers=("rk4",)).rows[0]
+    predicted = smooth(photos(3)).argmax(1)
+    perfect = analysis.ode_report(smooth, photos(3), predicted, steps=(16,), solvers=("rk4",)).rows[0]
     assert perfect.accuracy == 1.0
-    wrong = analysis.ode_report(smooth, photos(), (predicted + 1) % 5, steps=(16,), solvers=("rk4",)).rows[0]
+    wrong = analysis.ode_report(smooth, photos(3), (predicted + 1) % 5, steps=(16,), solvers=("rk4",)).rows[0]
     assert wrong.accuracy == 0.0
     assert smooth.num_steps == 48
     coarse = build(solver="euler", solver_steps=1)
-    report = analysis.ode_report(coarse, photos(), steps=(1, 2))
+    report = analysis.ode_report(coarse, photos(3), steps=(1, 2))
     assert not report.converges
     assert "Not a solution" in report.verdict
     assert json.loads(json.dumps(report.to_dict()))["trained"] == "euler x 1"
@@ -125,10 +115,10 @@ def test_report_measures_drift_and_flips_against_the_exact_flow():
 
 def test_report_says_which_step_errs_and_what_helps():
     model = build(solver="heun", solver_steps=4, depth=2, flow_penalty="none")
-    report = analysis.ode_report(model, photos(), steps=(2,), solvers=("euler",))
+    report = analysis.ode_report(model, photos(3), steps=(2,), solvers=("euler",))
     span = model.step_size
     with torch.no_grad():
-        state = model.embed(photos())
+        state = model.embed(photos(3))
         for step, error in enumerate(report.step_errors):
             block = model.blocks[step // 2]
             first = block.delta(state)
@@ -143,17 +133,17 @@ def test_report_says_which_step_errs_and_what_helps():
     assert f"{report.step_errors[0]:.2g}" in str(report)
     assert "flow_penalty='both'" in report.remedy
     regular = analysis.ode_report(
-        build(pre_norm=False, flow_penalty="error", flow_weight=2.0), photos(), steps=(2,), solvers=("euler",)
+        build(pre_norm=False, flow_penalty="error", flow_weight=2.0), photos(3), steps=(2,), solvers=("euler",)
     )
     assert "pre_norm=True and a flow_weight above 2" in regular.remedy
     adaptive = build(solver="dopri5", rtol=1e-6, atol=1e-6, solver_steps=3)
-    assert max(analysis.ode_report(adaptive, photos(), steps=(2,), solvers=("euler",)).step_errors) < 1e-4
+    assert max(analysis.ode_report(adaptive, photos(3), steps=(2,), solvers=("euler",)).step_errors) < 1e-4
 
 
 def test_anytime_counts_and_judges_every_solver():
     model = build(solver="midpoint", solver_steps=4, depth=2)
     labels = torch.tensor([0, 1, 2])
-    result = analysis.anytime(model, photos(), labels, evaluations=(3, 4, 8), tolerances=(1e-1, 1e-3))
+    result = analysis.anytime(model, photos(3), labels, evaluations=(3, 4, 8), tolerances=(1e-1, 1e-3))
     found = {(row.solver, row.setting): row for row in result.rows}
     assert [key for key in found if key[0] != "bosh3"] == [
         ("euler", 4),
@@ -168,19 +158,19 @@ def test_anytime_counts_and_judges_every_solver():
     assert result.trained_evaluations == 8
     for tolerance in (1e-1, 1e-3):
         model.set_solver("bosh3", solver_steps=1, rtol=tolerance, atol=tolerance, per_sample=True)
-        counts = timm_ssog.trace_solve(model, photos()).evaluations
+        counts = timm_ssog.trace_solve(model, photos(3)).evaluations
         row = found["bosh3", tolerance]
         assert (row.least, row.most, row.evaluations) == (counts.min(), counts.max(), counts.double().mean())
         with torch.no_grad():
-            assert row.accuracy == pytest.approx(float((model(photos()).argmax(1) == labels).float().mean()))
+            assert row.accuracy == pytest.approx(float((model(photos(3)).argmax(1) == labels).float().mean()))
     assert found["bosh3", 1e-3].flips == 0.0
     assert "Half the evaluations cost" in str(result)
     assert json.loads(json.dumps(result.to_dict()))["trained"] == "midpoint x 4"
     assert analysis.draw_anytime(result).axes[0].get_xlabel() == "evaluations of the velocity per image"
     with pytest.raises(ValueError, match="one label each"):
-        analysis.anytime(model, photos(), labels[:2])
+        analysis.anytime(model, photos(3), labels[:2])
     with pytest.raises(ValueError, match="solvers must be one of"):
-        analysis.anytime(model, photos(), labels, solvers=("dopri8",))
+        analysis.anytime(model, photos(3), labels, solvers=("dopri8",))
 
 
 @pytest.mark.parametrize("kind", ["", "_looped", "_ode"])
@@ -188,8 +178,8 @@ def test_figures_are_drawn(kind, tmp_path):
     model = build(kind, depth=2 if not kind else 1)
     for figure, panels in (
         (analysis.kernel_atlas(model, 64), 2 * len(model.blocks) + len(model.blocks)),
-        (analysis.receptive_field(model, photos()), 2),
-        (analysis.trajectory(model, photos()), 2),
+        (analysis.receptive_field(model, photos(3)), 2),
+        (analysis.trajectory(model, photos(3)), 2),
     ):
         assert len(figure.axes) == panels  # colour bars are axes too
         figure.savefig(tmp_path / "figure.png")
@@ -214,7 +204,7 @@ def test_atlas_draws_the_centre_tokens_response_to_impulses():
 
 
 def test_receptive_field_is_the_patch_where_nothing_mixes_and_the_jacobian_where_it_does():
-    drawn = analysis.receptive_field(build("", depth=1, mixer="identity"), photos()).axes[0].images[0].get_array()
+    drawn = analysis.receptive_field(build("", depth=1, mixer="identity"), photos(3)).axes[0].images[0].get_array()
     outside = torch.ones(32, 32, dtype=torch.bool)
     outside[16:24, 16:24] = False
     drawn = torch.as_tensor(drawn)
@@ -241,7 +231,7 @@ def test_receptive_field_is_the_patch_where_nothing_mixes_and_the_jacobian_where
 def test_modes_of_single_modules_survive_a_report():
     model = build().train()
     model.pos_drop.eval()
-    timm_ssog.trace_solve(model, photos())
+    timm_ssog.trace_solve(model, photos(3))
     assert model.training
     assert not model.pos_drop.training
 
@@ -249,12 +239,12 @@ def test_modes_of_single_modules_survive_a_report():
 @pytest.mark.parametrize("labels", [torch.zeros(3, 1), torch.zeros(1), torch.zeros(2)])
 def test_report_wants_one_label_an_image(labels):
     with pytest.raises(ValueError, match="one label each, got 3 images"):
-        analysis.ode_report(build(), photos(), labels)
+        analysis.ode_report(build(), photos(3), labels)
 
 
 def test_report_refuses_logits_that_are_not_finite():
     with pytest.raises(ValueError, match="NaN or infinite"):
-        analysis.ode_report(build(), photos() * float("nan"), steps=(1,))
+        analysis.ode_report(build(), photos(3) * float("nan"), steps=(1,))
 
 
 def test_a_report_of_a_certified_model_shows_both_growths() -> None:

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import timm
 import torch
+from conftest import LAB
 
 from timm_ssog.ops import eager
-
-LAB = Path(__file__).parents[1] / "examples" / "lab"
-sys.path.insert(0, str(LAB))
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")

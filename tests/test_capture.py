@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.fx.experimental._config
 import torchvision.models.feature_extraction
+from conftest import Build
 from timm.models import create_feature_extractor
 from torch import Tensor
 from torch.export import Dim
 
 from timm_ssog.ops.capture import is_captured
-
-Build = Callable[..., Any]
 
 SIZES = [(2, 3, 48, 40), (3, 3, 32, 32), (1, 3, 24, 72)]
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-LAB = Path(__file__).parents[1] / "examples" / "lab"
-sys.path.insert(0, str(LAB))
+from conftest import LAB
 
 check_gpu: Any = importlib.import_module("check_gpu")
 

@@ -14,12 +14,11 @@ import timm.utils
 import torch
 import torch.nn.functional as F
 import torch.optim.swa_utils
+from conftest import Build
 from torch import Tensor
 
 from timm_ssog import VitSsog
 from timm_ssog.layers import grid_digits, grid_of_digits
-
-Build = Callable[..., Any]
 
 
 def save(model: torch.nn.Module, folder: Path) -> str:

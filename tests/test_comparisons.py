@@ -3,16 +3,12 @@
 import importlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "lab")]
 
 pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
 digits: Any = importlib.import_module("digits")

@@ -10,30 +10,20 @@ import pytest
 import timm
 import torch
 import torchdiffeq
+from conftest import SIZE, as_trained, photos
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import timm_ssog.layers
 from timm_ssog.runge_kutta import TABLEAUS
 
-SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 # torchdiffeq's names
 THEIRS = {"euler": "euler", "midpoint": "midpoint", "heun": "heun2", "rk4": "rk4"}
 
 
 def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     torch.manual_seed(seed)
-    model = timm.create_model(f"vit_ssog_tiny{kind}", **{**SMALL, **kwargs})
-    with torch.no_grad():
-        # weights of the size training gives them: at initialisation the velocity is nearly constant
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "blocks" in name and "mixer.a" not in name:
-                parameter.mul_(4)
-    return model.to(dtype).eval()
-
-
-def photos(count: int = 2, size: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return as_trained(timm.create_model(f"vit_ssog_tiny{kind}", **{**SIZE, **kwargs})).to(dtype).eval()
 
 
 def end_state(model: Any, images: Tensor) -> Tensor:

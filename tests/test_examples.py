@@ -16,13 +16,11 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from conftest import EXAMPLES, LAB
 from PIL import Image
 from timm.models import save_for_hf
 
 import timm_ssog
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "lab")]
 
 pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
 ablation: Any = importlib.import_module("ablation")
@@ -47,12 +45,12 @@ def imported(script: Path) -> set[str]:
 
 def test_no_example_for_users_imports_from_the_lab():
     users = sorted(EXAMPLES.glob("*.py"))
-    laboratory = {path.stem for path in (EXAMPLES / "lab").glob("*.py")} | {"lab"}
+    laboratory = {path.stem for path in LAB.glob("*.py")} | {"lab"}
     assert {"demo", "dense_features", "finetune", "ode_report", "warm_start"} <= {path.stem for path in users}
     assert {path.name: imported(path) & laboratory for path in users if imported(path) & laboratory} == {}
     # a name in both folders would be found in the one or in the other
     assert not laboratory & {path.stem for path in users}
-    assert imported(EXAMPLES / "lab" / "matched.py") & laboratory, "an import from the lab would be seen"
+    assert imported(LAB / "matched.py") & laboratory, "an import from the lab would be seen"
 
 
 def test_digits_are_the_real_ones_in_one_fixed_split():

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from conftest import SIZE, as_trained, photos
 from torch import Tensor, nn
 
 import timm_ssog.layers
 from timm_ssog import flow
 from timm_ssog.runge_kutta import TABLEAUS
 
-IMAGES, CLASSES = 8, 5
-SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "num_classes": CLASSES}
+IMAGES, CLASSES = 8, SIZE["num_classes"]
 PENALTIES = ("error", "kinetic", "both")
 TAPPED: list[dict[str, Any]] = [
     {"solver": "bosh3", "rtol": 1e-6, "atol": 1e-6},
@@ -34,18 +34,11 @@ def build(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
         "flow_weight": 1.0,
         **options,
     }
-    model = timm.create_model("vit_ssog_tiny_ode", **{**SMALL, **settings})
-    with torch.no_grad():
-        # weights of the size training gives them: at initialisation the velocity is nearly constant
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "blocks" in name and "mixer.a" not in name:
-                parameter.mul_(4)
-    return model.to(dtype).train()
+    return as_trained(timm.create_model("vit_ssog_tiny_ode", **{**SIZE, **settings})).to(dtype).train()
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(IMAGES, 3, 32, 32, generator=generator, dtype=dtype), torch.arange(IMAGES) % CLASSES
+    return photos(IMAGES, dtype=dtype), torch.arange(IMAGES) % CLASSES
 
 
 def gradient(model: nn.Module) -> Tensor:
@@ -347,7 +340,7 @@ def test_one_step_of_euler_has_no_error_to_penalise() -> None:
 
 @pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
 def test_pre_norm_gives_the_state_a_unit_start(name: str) -> None:
-    model: Any = timm.create_model(name, pre_norm=True, **SMALL).eval()
+    model: Any = timm.create_model(name, pre_norm=True, **SIZE).eval()
     state = model.embed(100 * batch()[0])
     assert torch.allclose(state.pow(2).mean(-1), torch.ones(()), atol=1e-2)
     assert torch.allclose(state.mean(-1), torch.zeros(()), atol=1e-4)

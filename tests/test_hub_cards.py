@@ -77,8 +77,7 @@ def test_figures_are_those_of_the_model(folder: Path) -> None:
     assert measured["gmacs"][f"{height}x{width}"] == pytest.approx(macs / 1e9, rel=1e-6)
 
 
-def test_digits_are_read_as_well_as_the_card_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_digits_are_read_as_well_as_the_card_says() -> None:
     from digits import digits
 
     images, labels = digits("test")
@@ -196,7 +195,6 @@ def test_nothing_published_names_the_machine_it_comes_from() -> None:
 
 
 def test_folder_of_digits_that_the_checkpoint_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
     import digit_folder
 
     whole = digit_folder.digits

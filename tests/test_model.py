@@ -5,18 +5,17 @@ import fnmatch
 import io
 import pickle
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import timm
 import torch
+from conftest import Build
 from timm.models._features import FeatureGetterNet
 from timm.optim import create_optimizer_v2
 from torch import Tensor
 
-Build = Callable[..., Any]
 MIXERS = ["ssog", "attention", "identity"]
 
 

@@ -7,7 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,6 @@ def test_the_readme_is_read_in_one_go():
     assert len(README.read_text().splitlines()) <= 180
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    for folder in (ROOT / "examples", ROOT / "examples" / "lab"):
-        monkeypatch.syspath_prepend(folder)
-    return importlib.import_module
-
-
 def runs(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
 
@@ -92,8 +85,8 @@ def mean(values: Iterable[float]) -> str:
     return f"{statistics.mean(values):.1f}"
 
 
-def test_tables_of_the_page_of_results_are_those_of_the_results(example):
-    results_tables = example("results_tables")
+def test_tables_of_the_page_of_results_are_those_of_the_results():
+    results_tables = importlib.import_module("results_tables")
     tables = results_tables.tables()
     assert {"ablation", "benchmark targets", "exported_speed", "flow", "matched"} <= {
         name for name, _ in results_tables.REGION.findall(PAGE.read_text())
@@ -101,9 +94,9 @@ def test_tables_of_the_page_of_results_are_those_of_the_results(example):
     assert results_tables.fill(PAGE.read_text(), tables) == PAGE.read_text()
 
 
-def test_benchmark_report_is_that_of_the_results(example):
+def test_benchmark_report_is_that_of_the_results():
     content = json.loads((RESULTS / "benchmark.json").read_text())
-    report = example("bench_report").report(content["recipe"], content["runs"])
+    report = importlib.import_module("bench_report").report(content["recipe"], content["runs"])
     assert (RESULTS / "benchmark.md").read_text() == report + "\n"
 
 
@@ -112,8 +105,8 @@ def slower(*ratios: float) -> list[str]:
     return ["1", *(f"{ratio:.2f}x slower" for ratio in ratios)]
 
 
-def test_speed_in_the_table_was_measured(example):
-    report, exported = example("bench_report"), example("exported_speed")
+def test_speed_in_the_table_was_measured():
+    report, exported = importlib.import_module("bench_report"), importlib.import_module("exported_speed")
     records = [run for run in runs("benchmark") if run.get("img_size") == 1024]
     [cell] = report.select(records, "inference", "small", "discrete")
     assert slower(*(report.speed_up(cell, other) for other in ("twin", "timm"))) in figures()
