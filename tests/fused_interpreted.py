@@ -343,7 +343,7 @@ def test_vmap_of_the_kernel_gradient() -> None:
 
 def test_derivatives_that_an_operator_cannot_take_fall_back(automatic: None, caplog: pytest.LogCaptureFixture) -> None:
     inputs = make_inputs(dtype=torch.float32)
-    fused._log_once.cache_clear()
+    fused.forget()
 
     def loss(implementation: str, *inputs: Tensor) -> Tensor:
         return mix(inputs, implementation).square().sum()
@@ -414,11 +414,18 @@ def test_model_trains_as_with_eager(automatic: None) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_tuning_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Turns tuning on, with a cache of its own."""
     monkeypatch.setenv("TIMM_SSOG_AUTOTUNE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def test_tuning_measures_once_and_remembers(tuned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TIMINGS", 1)
-    monkeypatch.setattr(tuning, "_chosen", {})
     inputs = make_inputs((2, 3), 2, 16, 1, 1, torch.bfloat16)
     grad = torch.randn(inputs[0].shape).bfloat16()
     monkeypatch.setenv("TIMM_SSOG_AUTOTUNE", "0")
@@ -436,22 +443,16 @@ def test_tuning_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch, tmp
     for ours, theirs in zip(with_gradients(inputs, "fused", grad), expected, strict=True):
         assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
     assert len(tried) >= 5
-    chosen = dict(tuning._chosen)
-    assert json.loads(tuning.cache_path().read_text()).keys() == chosen.keys()
-    assert len(chosen) == 2
-    # another process
-    monkeypatch.setattr(tuning, "_chosen", {})
+    chosen = tuning.cache_path().read_text()
+    assert len(json.loads(chosen)) == 2
+    # as in another process, which must not measure again
+    tuning.forget()
     monkeypatch.setattr(tuning, "candidates", None)
     with_gradients(inputs, "fused", grad)
-    assert tuning._chosen == chosen
+    assert tuning.cache_path().read_text() == chosen
 
 
-def test_tuning_survives_a_broken_cache_and_a_launch_that_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TIMM_SSOG_AUTOTUNE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning, "_chosen", {})
+def test_tuning_survives_a_broken_cache_and_a_launch_that_fails(tuned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning.cache_path().parent.mkdir()
     tuning.cache_path().write_text('{"half a fi')
     good, bad = tables.MIX[0].tile, tables.MIX[1].tile

@@ -150,17 +150,15 @@ class Gpu:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
         patch.setattr(support, "INTERPRETED", False)
-        support._device_obstacle.cache_clear()
+        fused.forget()
 
 
 @pytest.fixture
 def forget() -> Any:
     """Forgets what was found out about devices, before and after."""
-    support._device_obstacle.cache_clear()
-    fused._log_once.cache_clear()
+    fused.forget()
     yield
-    support._device_obstacle.cache_clear()
-    fused._log_once.cache_clear()
+    fused.forget()
 
 
 CUDA = torch.device("cuda", 0)
@@ -196,20 +194,20 @@ def test_what_turns_a_gpu_off(forget: None, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4")
         assert "ROCm" in str(fused.obstacle(CUDA, torch.float32))
-    support._device_obstacle.cache_clear()
+    fused.forget()
     for switch in ("0", "off", "False"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TIMM_SSOG_FUSED", switch)
             assert f"TIMM_SSOG_FUSED={switch}" in str(fused.obstacle(CUDA, torch.float32))
-        support._device_obstacle.cache_clear()
+        fused.forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert "no CUDA device" in str(fused.obstacle(CUDA, torch.float32))
-    support._device_obstacle.cache_clear()
+    fused.forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "timm_ssog.ops.fused.kernels", None)
         assert "Triton cannot be imported" in str(fused.obstacle(CUDA, torch.float32))
-    support._device_obstacle.cache_clear()
+    fused.forget()
     assert fused.obstacle(CUDA, torch.float32) is None
     assert "'xpu'" in str(fused.obstacle(torch.device("xpu"), torch.float32))
 

@@ -34,6 +34,12 @@ def logged_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return reason
 
 
+def forget() -> None:
+    """Forget which devices can run the kernels and which reasons were logged; the next call finds out again."""
+    support.forget()
+    _log_once.cache_clear()
+
+
 def mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -> Tensor:
     """The mix, if there is no `obstacle`, differentiable to any order; shapes as in `timm_ssog.separable_mix`."""
     return torch.ops.timm_ssog.fused_mix(values, row_kernels, column_kernels)

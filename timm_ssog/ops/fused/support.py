@@ -30,6 +30,11 @@ def device_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return _device_obstacle(device.type, device.index)
 
 
+def forget() -> None:
+    """Forget which devices can run the kernels, so that switches and devices are looked at again."""
+    _device_obstacle.cache_clear()
+
+
 def transform_obstacle() -> str | None:
     """Why the operators do not support the current kind of differentiation, or None if they do."""
     # torch silently drops tangents at a custom operator, and its reverse-mode transforms refuse one. While torch

@@ -71,6 +71,11 @@ def cache_path() -> Path:
     return root / "timm_ssog" / "autotune.json"
 
 
+def forget() -> None:
+    """Forget the launches that this process measured or read; the file keeps them."""
+    _chosen.clear()
+
+
 def candidates(kernel: str, problem: tuple[int, ...], static: Tile | None) -> Iterator[Tile | None]:
     """Launches worth trying, the table's first."""
     yield static
