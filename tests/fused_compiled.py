@@ -1,7 +1,7 @@
 """Compiles every launch of the fused kernels for two GPUs and prints what it needs; test_fused.py reads that.
 
-In a process of its own, because Triton decides at decoration whether it compiles or interprets. Needs no GPU. One JSON
-object a line: the launch, its key in the table, the target, and what the tools bundled with Triton say of the binary.
+In its own process, because Triton decides at decoration whether it compiles or interprets. Needs no GPU. One JSON
+object per line: the launch, its key in the table, the target, and what Triton's bundled tools report about the binary.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ TARGETS = (80, 90)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 POINTERS = {"values", "rows", "columns", "output", "grad"}
-# of what the launcher hands over, these may be any number; the rest is a multiple of 16 for head_dim = 64
+# of the launcher's arguments, these may be any number; the rest is a multiple of 16 for head_dim = 64
 UNALIGNED = {"batch", "height", "width", "heads", "components", "splits"}
 
 
 def launches() -> Iterator[tuple[str, tables.Row, str, str]]:
-    """Kernel, row, dtype and precision of everything that the tables can launch."""
+    """Kernel, row, dtype and precision of every launch in the tables."""
     for row in tables.MIX:
         if row.item_bytes == 2:
             yield "mix_kernel", row, "bf16", "ieee"
@@ -39,7 +39,7 @@ def launches() -> Iterator[tuple[str, tables.Row, str, str]]:
             yield "mix_kernel", row, "fp32", "tf32"
     for row in tables.GRADIENT:
         yield "column_gradient_kernel", row, "bf16", "ieee"
-    # one launch serves both 16-bit types, whose instructions differ in the type only
+    # one launch serves both 16-bit types, whose instructions differ only in the type
     yield "mix_kernel", next(row for row in tables.MIX if row.longest_axis == 32 and row.components > 4), "fp16", "ieee"
 
 

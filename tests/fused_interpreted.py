@@ -49,7 +49,7 @@ def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leaves(*sizes: int, dtype: torch.dtype = torch.float32) -> Inputs:
-    """Inputs of (batch, height, width, heads, head_dim, components) that want gradients."""
+    """Inputs of (batch, height, width, heads, head_dim, components) that need gradients."""
     batch, height, width, heads, head_dim, components = sizes
     inputs = make_inputs((height, width), components, head_dim, batch, heads, dtype)
     return tuple(tensor.requires_grad_() for tensor in inputs)  # type: ignore[return-value]
@@ -90,7 +90,7 @@ def test_float32_is_as_exact_as_eager(
     ours = errors(inputs, "fused", grad, exact, norm=False)
     theirs = errors(inputs, "eager", grad, exact, norm=False)
     for name, own, other in zip(("output", "values", "rows", "columns"), ours, theirs, strict=True):
-        # the floor: a few roundings of the largest entry, which no order of summation avoids
+        # the minimum: a few roundings of the largest entry, which no order of summation avoids
         assert own <= max(2 * other, 8 * torch.finfo(torch.float32).eps), (name, own, other)
 
 
@@ -185,7 +185,7 @@ def test_empty_batch_and_no_heads() -> None:
 
 @pytest.mark.filterwarnings("ignore:Input .* requires gradient and is not a double precision")
 def test_gradients_are_those_of_finite_differences() -> None:
-    # trilinear, so a long step costs nothing but what float32 rounds
+    # trilinear, so a long step costs only float32 rounding
     tolerances: dict[str, Any] = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4, "nondet_tol": 0.0}
     assert torch.autograd.gradcheck(fused_mix, leaves(1, 2, 2, 1, 1, 2), **tolerances)
     assert torch.autograd.gradgradcheck(fused_mix, leaves(1, 1, 2, 1, 1, 1), **tolerances)
@@ -220,7 +220,7 @@ def test_compiled_in_one_graph_for_any_batch_and_grid(automatic: None) -> None:
         return torch._dynamo.lookup_backend("aot_eager")(module, example_inputs)
 
     compiled = torch.compile(timm_ssog.separable_mix, fullgraph=True, dynamic=True, backend=counting)
-    # no two sizes alike, or torch takes them for one
+    # all sizes differ, or torch treats equal ones as one
     for sizes in [(6, 3, 4, 2, 8, 5), (3, 7, 4, 2, 8, 5)]:
         inputs = leaves(*sizes)
         grad = torch.randn_like(inputs[0])
@@ -258,7 +258,7 @@ def test_export_holds_the_operator_only_on_request() -> None:
 
 
 def test_export_and_trace_on_a_gpu_stay_portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the device of the tensors is all that the choice sees of a GPU
+    # the choice sees nothing of a GPU but the tensors' device
     inputs = leaves(2, 3, 4, 2, 5, 2)
     monkeypatch.setattr(fused, "logged_obstacle", lambda *_: None)
 
@@ -287,7 +287,7 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = fused_mix(*inputs)
         assert output.dtype == torch.bfloat16
-        # under autocast too: a gradient must not be rounded once more
+        # under autocast too: a gradient must not be rounded again
         output.backward(torch.ones_like(output))
     for ours, theirs in zip((output, *(tensor.grad for tensor in inputs)), expected, strict=True):
         assert ours is not None
@@ -304,7 +304,7 @@ def test_flops() -> None:
         output.sum().backward()
     channels = heads * head_dim
     assert forward == batch * 2 * components * height * width * (height + width) * channels
-    # a mix for the values and as much for each of the two kernels
+    # one mix for the values and the same for each of the two kernels
     assert counter.get_total_flops() == 4 * forward
 
 
@@ -416,7 +416,7 @@ def test_model_trains_as_with_eager(automatic: None) -> None:
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Turns tuning on, with a cache of its own."""
+    """Turns tuning on, with its own cache."""
     monkeypatch.setenv("TIMM_SSOG_AUTOTUNE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning.forget()

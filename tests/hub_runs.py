@@ -28,7 +28,7 @@ def write_run(folder: Path, model_name: str = "vit_ssog_tiny", ema: bool = True,
     """Write a run of two epochs, the second one better, with weights that differ from any initial ones.
 
     Args:
-        folder: Where to.
+        folder: Folder to write to.
         model_name: As for ``--model``.
         ema: Run with ``--model-ema``.
         **changes: Options of train.py.

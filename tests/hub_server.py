@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on 127.0.0.1, as far as the real client asks for it: push, pull, and what can go wrong."""
+"""A small Hugging Face Hub on 127.0.0.1, with what the real client needs: push, pull, and what can go wrong."""
 
 import base64
 import contextlib
@@ -45,13 +45,13 @@ class Repository:
 
 
 class Hub:
-    """Repositories, served at `url` from when it is entered until it is left.
+    """Repositories, served at `url` inside the context.
 
     Attributes:
         repositories: By ``owner/name``.
-        xet: Where the real xet client puts what is uploaded.
+        xet: Folder where the real xet client puts uploads.
         requests: Method and path of every request.
-        corrupted: Bytes served in place of a file's, with the file's own digest, by repository and path.
+        corrupted: Bytes served instead of a file's, with the file's own digest, by repository and path.
         broken: Bytes after which the next download of a path breaks off, by path.
     """
 
@@ -154,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def find(self, repo: str, revision: str) -> tuple[Repository, str] | None:
-        """The repository and the commit that a revision names, or an answer that says why not."""
+        """The repository and the commit that a revision names, or an answer that says why there is none."""
         repository = self.hub.repositories.get(repo)
         if repository is None or (repository.private and not self.is_authorised):
             self.refuse(401, "RepoNotFound")

@@ -1,4 +1,4 @@
-"""Run the suite with the oldest releases that pyproject.toml allows, in an environment of their own.
+"""Run the suite with the oldest releases that pyproject.toml allows, in their own environment.
 
     python tests/oldest.py FOLDER [--python PYTHON] [arguments of pytest]
 
@@ -33,7 +33,7 @@ def requirements(project: dict[str, Any], names: list[str]) -> Iterator[Requirem
 
 
 def oldest(specifier: SpecifierSet) -> str:
-    """The one lower bound of a requirement."""
+    """The only lower bound of a requirement."""
     bounds = [bound.version for bound in specifier if bound.operator == ">="]
     if len(bounds) != 1:
         raise ValueError(f"Expected one lower bound, got {str(specifier)!r}: give the requirement one.")
@@ -61,7 +61,7 @@ def main() -> int:
     constraints = folder / "oldest.txt"
     constraints.write_text("".join(f"{pin}\n" for pin in pins), encoding="utf-8")
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints]
-    # timm wants a torchvision, and the one that fits is for torch's requirements to say
+    # timm needs a torchvision, and torch's requirements determine which one fits
     subprocess.run([*install, *(pin for pin in pins if pin.startswith("torch==")), "torchvision"], check=True)
     subprocess.run([*install, "--editable", f"{ROOT}[test]"], check=True)
     subprocess.run([python, "-m", "pip", "check"], check=True)

@@ -1,4 +1,4 @@
-"""Kernels built for several blocks at once, in inference: the same numbers, and only where that cannot go wrong."""
+"""Kernels built for several blocks at once, in inference: the same numbers, and only where it is safe."""
 
 import copy
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def by_parametrized_mixer(blocks: Any) -> None:
 def by_pruned_mixer(blocks: Any) -> None:
     prune.l1_unstructured(blocks[1].mixer, "amplitude", 0.5)
     with torch.no_grad():
-        blocks[1].mixer.amplitude_orig += 1  # a step, which amplitude takes when the mixer is called
+        blocks[1].mixer.amplitude_orig += 1  # a step that computes the amplitude when the mixer is called
 
 
 def by_other_device(blocks: Any) -> None:

@@ -237,7 +237,7 @@ def test_modes_of_single_modules_survive_a_report():
 
 
 @pytest.mark.parametrize("labels", [torch.zeros(3, 1), torch.zeros(1), torch.zeros(2)])
-def test_report_wants_one_label_an_image(labels):
+def test_report_wants_one_label_per_image(labels):
     with pytest.raises(ValueError, match="one label each, got 3 images"):
         analysis.ode_report(build(), photos(3), labels)
 

@@ -1,4 +1,4 @@
-"""Training under autocast: 200 steps without a value that is not finite, and with something learned."""
+"""Training under autocast: in 200 steps all values are finite and something is learned."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def test_training_stays_finite(build: Callable[..., Any], name: str, dtype: torc
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        updates += scaler.get_scale() >= before  # a smaller scale: a gradient overflowed, and the step was left out
+        updates += scaler.get_scale() >= before  # a smaller scale: a gradient overflowed, and the step was skipped
         losses.append(loss.item())
     assert torch.isfinite(torch.tensor(losses)).all()
     for parameter_name, parameter in model.named_parameters():

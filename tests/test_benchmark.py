@@ -93,7 +93,7 @@ def test_memory_figures_are_those_of_the_parts() -> None:
             assert figures["process_peak"] is None or figures["process_peak"] > figures["peak"]
 
 
-def test_a_memory_figure_comes_from_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_memory_figure_comes_from_its_own_process(tmp_path: Path) -> None:
     output = tmp_path / "memory.json"
     benchmark.main([*QUICK, "--models", "ssog", "--measures", "inference memory", "--output", str(output)])
     (record,) = json.loads(output.read_text())["runs"]
@@ -117,7 +117,7 @@ def test_unfused_attention_holds_its_scores() -> None:
     assert peaks["ssog"] < peaks["unfused"] - scores / 2
 
 
-def test_unfused_attention_is_left_out_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfused_attention_is_skipped_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (bench_speed, bench_memory):
         monkeypatch.setattr(module, "free_bytes", lambda device: 100)
     device = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_counts_are_those_of_the_definition() -> None:
     }
     linear = tokens * blocks * 2 * (2 + 8) * dim**2 + tokens * 2 * 768 * dim + 2 * dim * 1000
     assert counts["ceiling"]["flops"] == linear
-    # 4 components; attention has two projections more, and two products
+    # 4 components; attention has two more projections, and two products
     assert counts["ssog"]["flops"] == linear + blocks * 2 * 4 * tokens * (side + side) * dim
     assert counts["twin"]["flops"] == linear + blocks * tokens * (2 * 2 * dim**2 + 2 * 2 * tokens * dim)
     assert counts["twin"] == counts["unfused"]
@@ -185,7 +185,7 @@ def test_calls_take_turns_and_what_runs_out_of_memory_drops_out() -> None:
     clock = iter([0, 1, 1, 21, 21, 22] + [1 + n for n in range(1000)])
     calls = {name: (lambda name=name: log.append(name)) for name in ("ssog", "slow", "ceiling")}
     times = turns.take_turns(calls, timer=turns.timer(lambda: next(clock)), seconds=10.0, **how)
-    # twenty of 22 seconds are the slow one's: the other two go on for as long as they would have had alone
+    # the slow one takes twenty of 22 seconds: the other two get as much time as they would alone
     assert {name: len(found) for name, found in times.items()} == {"ssog": 5, "slow": 3, "ceiling": 5}
     assert log == ["ssog", "slow", "ceiling"] * 3 + ["ssog", "ceiling"] * 2
     assert sum(shares) == pytest.approx(3)
@@ -288,7 +288,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     "content",
     ["", "[]", '{"recipe": null, "runs": []}', '{"recipe": {}, "runs": null}', '{"recipe": {}, "runs": [{"a": 1}]}'],
 )
-def test_what_is_no_results_file_is_left_alone(content: str, tmp_path: Path) -> None:
+def test_what_is_not_a_results_file_is_left_alone(content: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(content)
     with pytest.raises(SystemExit, match="holds no results of this script"):

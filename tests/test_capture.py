@@ -1,4 +1,4 @@
-"""Graph capture: one graph for any batch, height and width, of the same numbers as the model it was made from."""
+"""Graph capture: one graph for any batch, height and width, with the same numbers as the model it came from."""
 
 import copy
 import os
@@ -174,7 +174,7 @@ def test_export_for_any_batch_height_and_width(build: Build, options: dict[str, 
     assert_same_logits(program.module(), model)
     for node in program.graph.nodes:
         if node.op == "call_function":
-            # other runtimes know no custom operator, and some no more than five dimensions
+            # other runtimes have no custom operators, and some have at most five dimensions
             assert getattr(node.target, "namespace", "aten") in ("aten", "prims"), node
             value = node.meta.get("val")
             assert not isinstance(value, Tensor) or value.dim() <= 5, node
@@ -185,7 +185,7 @@ def test_export_for_any_batch_height_and_width(build: Build, options: dict[str, 
 @each_model
 def test_export_from_an_example_of_one(build: Build, options: dict[str, Any]) -> None:
     model = build(**options)
-    # without this setting of torch no model has a free batch from such an example; torch.onnx.export switches it on
+    # without this torch setting no model has a dynamic batch from such an example; torch.onnx.export turns it on
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         program = torch.export.export(model, (torch.randn(1, 3, 32, 32),), dynamic_shapes=any_size())
     assert_same_logits(program.module(), model)
@@ -201,7 +201,7 @@ def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, An
     model = build(**options)
     path = str(tmp_path / "model.onnx")
     images = (torch.randn(batch, 3, 48, 40),)
-    # from an example of one, the call of every tutorial
+    # from an example batch of one, as in every tutorial
     shapes = {"dynamo": True, "dynamic_shapes": any_size()} if batch > 1 else axes_by_name()
     torch.onnx.export(model, images, path, verbose=False, **shapes)
     options = onnxruntime.SessionOptions()
@@ -212,7 +212,7 @@ def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, An
     def run(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {name: images.numpy()})[0])
 
-    # a grid of one row too, which torch.export's own guards leave out
+    # a grid of one row too, which torch.export's own guards exclude
     assert_same_logits(run, model, [*SIZES, (2, 3, 8, 80)])
 
 

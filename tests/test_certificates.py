@@ -50,7 +50,7 @@ def enlarge(model: nn.Module, weights: float) -> nn.Module:
 
 
 def random_mixer(grid: tuple[int, int], heads: int, convex: bool = False) -> SeparableMixer:
-    """Kernels of all kinds, values and projection left out, one channel a head; float64."""
+    """All kinds of kernels, without values and projection, one channel per head; float64."""
     mixer = SeparableMixer(heads, heads, grid, amplitude="convex" if convex else "signed").double()
     with torch.no_grad():
         mixer.offset.normal_(std=4.0)
@@ -64,7 +64,7 @@ def random_mixer(grid: tuple[int, int], heads: int, convex: bool = False) -> Sep
 
 @torch.no_grad()
 def operator_of(mixer: SeparableMixer, grid: tuple[int, int]) -> np.ndarray:
-    """The matrix of every head, read off the mixer's own forward pass at the unit vectors; (heads, tokens, tokens)."""
+    """The matrix of every head, read from the mixer's own forward pass at the unit vectors; (heads, tokens, tokens)."""
     tokens = grid[0] * grid[1]
     units = torch.eye(tokens, dtype=torch.float64).reshape(tokens, *grid, 1)
     columns = mixer(units.expand(-1, -1, -1, mixer.num_heads))
@@ -76,7 +76,7 @@ def exact_norm(mixer: SeparableMixer, grid: tuple[int, int]) -> float:
 
 
 def stretch_of(mixer: SeparableMixer, grid: tuple[int, int], iterations: int = 5) -> float:
-    """Power iteration on the mixer's forward pass from a random input: what it is measured to stretch."""
+    """Power iteration on the mixer's forward pass from a random input: the stretch that it measures."""
     x = torch.randn(1, *grid, mixer.num_heads, dtype=torch.float64)
     ratio = 0.0
     for _ in range(iterations):
@@ -155,7 +155,7 @@ def test_rows_that_sum_to_one_do_not_bound_the_norm() -> None:
 
 
 def identity_block(**options: Any) -> Any:
-    """A block whose mixer and MLP have the identity for their linear maps; float64, 5 channels."""
+    """A block whose mixer and MLP have identity linear maps; float64, 5 channels."""
     block = Block(IdentityMixer(5), 5, mlp_ratio=1.0, **options).double().eval()
     with torch.no_grad():
         for module in block.modules():
@@ -253,7 +253,7 @@ def test_local_constant_is_the_norm_of_the_jacobian(depth: str, mixer: str) -> N
         model(images)
     for hook in hooks:
         hook.remove()
-    # each stage evaluates the velocity, the first at the beginning of its step
+    # each stage evaluates the velocity, the first at the start of its step
     seen = seen[:: len(model.stages)] if depth == "continuous" else seen
 
     measured = local_lipschitz(model, images, iterations=100)

@@ -1,4 +1,4 @@
-"""The GPU check: the whole of it in small on the CPU, and what it says of results."""
+"""The GPU check: a small version of it on the CPU, and how it judges results."""
 
 import importlib
 import json

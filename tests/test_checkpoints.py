@@ -74,7 +74,7 @@ def test_hub_folder_round_trip(build: Build, tmp_path: Path, options: dict[str, 
     for size in [(32, 32), (64, 24), (16, 80)]:
         images = torch.randn(2, options.get("in_chans", 3), *size)
         assert torch.equal(loaded(images), model(images))
-    # and once more, from what was loaded
+    # and again, from the loaded model
     again = load(save(loaded, tmp_path / "again"))
     assert torch.equal(again(images), model(images))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -213,7 +213,7 @@ def test_diverged_checkpoint_of_a_wrapped_model_is_refused(build: Build) -> None
     state["backbone.pos_embed"][0, 0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"backbone\.pos_embed of the checkpoint is NaN or infinite in 1 of"):
         wrapper.load_state_dict(state)
-    # what is not the model's own is not its business
+    # keys that are not the model's do not matter to it
     state = copy.deepcopy(wrapper.state_dict())
     state["neck.weight"][0] = torch.nan
     wrapper.load_state_dict(state)
@@ -293,14 +293,14 @@ def test_checkpoints_with_the_grid_as_two_integers_still_load(build: Build) -> N
         block.mixer.reference_grid = (4, 4)
     fresh.load_state_dict(old)
     assert torch.equal(fresh(images), model(images))
-    old["blocks.0.mixer.reference_grid"] = torch.tensor([13.9999, 14.0001])  # averaged by somebody
+    old["blocks.0.mixer.reference_grid"] = torch.tensor([13.9999, 14.0001])  # averaged elsewhere
     fresh.load_state_dict(old)
     assert torch.equal(fresh(images), model(images))
     with pytest.raises(ValueError, match=r"blocks.1.mixer.reference_grid .* got \(0, 14\)"):
         fresh.load_state_dict({**old, "blocks.1.mixer.reference_grid": torch.tensor([0, 14])})
 
 
-def test_kernels_without_their_grid_are_said_to_be(build: Build) -> None:
+def test_loading_kernels_without_their_grid_warns(build: Build) -> None:
     model = build(pos_embed="none")
     parameters = dict(model.named_parameters())
     other = build(img_size=64, pos_embed="none")

@@ -49,7 +49,7 @@ def test_tiny_matched_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{ours['accuracy'] - twin['accuracy']:+.1f} ± - |" in printed
 
 
-def test_matched_comparison_on_a_dataset_of_timms(tmp_path: Path):
+def test_matched_comparison_on_a_timm_dataset(tmp_path: Path):
     images, labels = digits.digits("test")
     for split, chosen in (("train", slice(0, 20)), ("validation", slice(20, 30))):
         for index, (image, label) in enumerate(zip(images[chosen], labels[chosen], strict=True)):

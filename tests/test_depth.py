@@ -137,7 +137,7 @@ def test_parameters_do_not_depend_on_loops_or_steps(kind):
         ("_ode", {"adjoint": True}),
     ],
 )
-def test_kernels_are_built_once_a_block_and_forward(kind, settings, monkeypatch):
+def test_kernels_are_built_once_per_block_and_forward(kind, settings, monkeypatch):
     model = build(kind, **settings)
     built = []
     original = timm_ssog.layers.mixing_kernels
@@ -197,7 +197,7 @@ def test_loops_change_up_and_down_after_training():
     deeper = model.forward_intermediates(photos(), intermediates_only=True)
     torch.testing.assert_close(deeper[3], states[3])
     with torch.no_grad():
-        x = deeper[4].permute(0, 2, 3, 1) + model.loop_embed[3]  # the last one trained serves every loop beyond
+        x = deeper[4].permute(0, 2, 3, 1) + model.loop_embed[3]  # the last trained one serves all later loops
         torch.testing.assert_close(deeper[5].permute(0, 2, 3, 1), x + model.blocks[0].delta(x))
     with pytest.raises(ValueError, match="loops must be an integer of at least 1, got 0"):
         model.set_loops(0)

@@ -1,6 +1,6 @@
 """The discovery hook, each time in a fresh interpreter: with the real torch and timm, and with stand-ins for both.
 
-The stand-ins make orders, failures and races that the real packages cannot be brought to, at no import cost.
+The stand-ins produce orders, failures and races that the real packages can't, at no import cost.
 """
 
 import copy
@@ -52,7 +52,7 @@ def run_python(code: str, cwd: Path, *options: str, **environment: str) -> subpr
 
 
 def run_stand_ins(code: str, root: Path, changes: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run code where torch, timm and timm_ssog are stand-ins, some of their files changed."""
+    """Run code with stand-ins for torch, timm and timm_ssog, some of their files changed."""
     for name, text in {**STAND_INS, **(changes or {})}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "per sample": {"model_name": "vit_ssog_tiny_ode", "horizon": 3.0, "solver": "bosh3", "per_sample": True},
 }
 
-# the adjoint asks for the parameters before the block runs, when it has but its shard of them
+# the adjoint asks for the parameters before the block runs, when it has only its shard of them
 SHARDED = [name for name in MODELS if name != "adjoint"]
 
 IMAGES = 4
@@ -82,7 +82,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two processes make of half of the batch each."""
+    """The result of two processes, each with half of the batch."""
     if not distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     folder = tmp_path_factory.mktemp("ranks")

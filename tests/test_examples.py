@@ -48,7 +48,7 @@ def test_no_example_for_users_imports_from_the_lab():
     laboratory = {path.stem for path in LAB.glob("*.py")} | {"lab"}
     assert {"demo", "dense_features", "finetune", "ode_report", "warm_start"} <= {path.stem for path in users}
     assert {path.name: imported(path) & laboratory for path in users if imported(path) & laboratory} == {}
-    # a name in both folders would be found in the one or in the other
+    # a name in both folders would be ambiguous
     assert not laboratory & {path.stem for path in users}
     assert imported(LAB / "matched.py") & laboratory, "an import from the lab would be seen"
 
@@ -217,7 +217,7 @@ def test_demo_refuses_a_file_as_output(tmp_path: Path):
 
 @torch.inference_mode()
 def percent_right(folder: Path, size: int, **changes: Any) -> float:
-    """Accuracy of a saved model on the 50 test images of the quick demo, by none of the demo's code."""
+    """Accuracy of a saved model on the 50 test images of the quick demo, without the demo's code."""
     model: Any = timm.create_model(f"local-dir:{folder}", pretrained=True, **changes).eval()
     labels = digits.digits("test")[1]
     loader = timm.data.create_loader(
@@ -279,7 +279,7 @@ def test_demo_from_end_to_end(tmp_path: Path):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An image folder as a user has one: digits 0 to 2, 20 of each to train on and 10 to validate."""
+    """An image folder like a user's: digits 0 to 2, 20 of each for training and 10 for validation."""
     images, labels = digits.digits("train")
     for label, name in enumerate(("nought", "one", "two")):
         for number, image in enumerate(images[labels == label][:30]):
@@ -298,7 +298,7 @@ def test_a_pretrained_model_is_finetuned_to_other_classes(folder: Path, capsys: 
     top1 = [float(figure) for figure in re.findall(r"^epoch \d of 2: top-1 ([\d.]+) %$", printed, re.MULTILINE)]
     assert len(top1) == 2
     assert max(top1) > 80
-    # the line that is printed is what a user pastes
+    # a user pastes the printed line
     scope: dict[str, Any] = {"timm": timm}
     exec(f"loaded = {printed.splitlines()[-1]}", scope)
     dataset = finetune.datasets(folder)[1]
@@ -308,7 +308,7 @@ def test_a_pretrained_model_is_finetuned_to_other_classes(folder: Path, capsys: 
     assert training.accuracy(scope["loaded"], loader) == pytest.approx(max(top1), abs=0.1)
 
 
-def test_a_new_model_is_trained_on_an_own_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_new_model_is_trained_on_a_users_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "validation").rename(folder / "val")
     out = folder.parent / "best.safetensors"
     shape = ["img_size=28", "patch_size=4", "embed_dim=24", "depth=1", "num_heads=2"]
@@ -332,7 +332,7 @@ def test_finetuning_refuses_what_it_cannot_use(folder: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit, match=r"same classes in train and validation of .*, got nought, one, two and"):
         finetune.datasets(folder)
     (folder / "validation").rename(folder / "other")
-    with pytest.raises(SystemExit, match="validation with a folder per class, and it is not there"):
+    with pytest.raises(SystemExit, match="validation with one folder per class, but it does not exist"):
         finetune.datasets(folder)
 
 
@@ -363,7 +363,7 @@ def test_dense_features_serve_a_larger_image_than_trained_on(capsys: pytest.Capt
     )
     assert found
     _, background, overlap = map(float, found.groups())
-    # who calls everything background has that share of one label of eleven
+    # labelling everything as background scores that share for one of eleven labels
     assert overlap > 1.3 * background / 11
 
 

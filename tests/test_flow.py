@@ -63,7 +63,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Tensor]:
-    """Logits and penalties from a loop over the tableau written out here; one block, fixed steps."""
+    """Logits and penalties from an explicit loop over the tableau; one block, fixed steps."""
     x = model.embed(images)
     block, h = model.blocks[0], model.horizon / model.num_steps
     rule = TABLEAUS[model.solver]
@@ -132,7 +132,7 @@ def test_the_pull_fades_with_the_loss_of_a_learned_sample() -> None:
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_a_loop_of_ones_own_adds_the_penalty_once(penalty: str) -> None:
+def test_a_custom_loop_adds_the_penalty_once(penalty: str) -> None:
     model = build(torch.float64, flow_penalty=penalty)
     images, labels = batch(torch.float64)
     logits, penalties = by_definition(model, images, penalty)
@@ -176,7 +176,7 @@ def test_inference_and_fixed_steps_cost_no_evaluation(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_adaptive_solves_and_the_adjoint_have_the_gradient_of_a_fine_solve(penalty: str) -> None:
-    """Of tight solves all gradients agree, and with those of the definition at the same times."""
+    """All gradients of tight solves agree, also with those of the definition at the same times."""
     made = []
     for settings in (*TAPPED, {"solver": "rk4", "solver_steps": 3, "adjoint": True, "horizon": 3.0}):
         model = build(torch.float64, **{**settings, "horizon": 0.75}, flow_penalty=penalty, mlp_ratio=1.0)
@@ -189,7 +189,7 @@ def test_adaptive_solves_and_the_adjoint_have_the_gradient_of_a_fine_solve(penal
     for penalty_values, grads in made:
         assert torch.allclose(penalty_values, made[0][0], rtol=1e-3)
         assert (grads - made[0][1]).norm() <= 1e-2 * made[0][1].norm()
-    # Euler's states differ by its own error, so the penalties only nearly
+    # Euler's states differ by its own error, so the penalties agree only nearly
     assert torch.allclose(penalties, made[0][0], rtol=0.5)
 
 
@@ -294,7 +294,7 @@ def test_a_training_model_can_be_copied_and_averaged() -> None:
     assert torch.equal(copied.eval()(batch()[0]), model.eval()(batch()[0]))
 
 
-def test_a_loss_that_is_minimal_pulls_nowhere() -> None:
+def test_a_minimal_loss_does_not_pull() -> None:
     model = build()
     (model(batch()[0]) * 0).sum().backward()
     assert gradient(model).norm() == 0

@@ -1,4 +1,4 @@
-"""The fused path without a GPU: interpreted, compiled ahead of time, and absent. Each in a process of its own."""
+"""The fused path without a GPU: interpreted, compiled ahead of time, and absent, each in its own process."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def test_interpreted() -> None:
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every launch that the tables hold needs on each target."""
+    """What every launch in the tables needs on each target."""
     cache = tmp_path_factory.mktemp("triton")
     done = run("tests/fused_compiled.py", TRITON_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -93,7 +93,7 @@ def test_tables_serve_every_problem() -> None:
                 for head_dim in (1, 8, 16, 48, 64, 96):
                     problem = (item_bytes, axis, components, head_dim, CONSUMER_SHARED_MEMORY)
                     tile = tables.mix_tile(*problem)
-                    # never twice the work for padding, but for one or two components on large grids
+                    # padding never doubles the work, except for one or two components on large grids
                     assert tile.group < 2 * components or axis > 64 or components == 1
                     assert tile.depth >= axis or axis > 128 or item_bytes == 4
                     assert tile.group * tile.chunk >= 16

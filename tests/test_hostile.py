@@ -1,4 +1,4 @@
-"""Hostile input: a clear error of ours, or a finite result; no traceback from inside torch and no silent NaN."""
+"""Hostile input: a clear error from this package, or a finite result; no traceback from inside torch, no silent NaN."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def build(name: str = "vit_ssog_tiny", **options: Any) -> Any:
 
 @contextlib.contextmanager
 def clear_errors(*words: str) -> Iterator[list[BaseException]]:
-    """Let errors pass that this package raises, whose message has the words; they are in the list."""
+    """Catch errors of this package whose message has the words; the list holds them."""
     raised: list[BaseException] = []
     try:
         yield raised
@@ -59,8 +59,6 @@ def clear_errors(*words: str) -> Iterator[list[BaseException]]:
 def assert_finite(outputs: Tensor) -> None:
     assert torch.isfinite(outputs).all()
 
-
-# --- arguments
 
 anything = st.one_of(
     st.sampled_from([0, 1, 2, 3, 4, 7, 8, 16, 33, -1, True, False, None, "", "3", "none", "avg", (), (8,), (16, 8)]),
@@ -148,9 +146,6 @@ def test_layers(name: str, norm_layer: Any, act_layer: Any) -> None:
         assert_finite(model(torch.randn(2, 3, 16, 8)))
 
 
-# --- images
-
-
 @given(
     depths,
     st.integers(1, 2048),
@@ -222,8 +217,6 @@ def test_dtypes_of_models(dtype: Any) -> None:
         timm_ssog.VitSsog(**TINY, dtype=dtype)
     assert raised
 
-
-# --- parameters
 
 extreme = st.sampled_from([0.0, 1e-30, -1e-30, 0.5, -3.0, 100.0, -1e3, 1e4, -1e4])
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -303,9 +296,6 @@ def test_the_limits_of_axis_kernels(width: float) -> None:
         assert torch.equal(kernel[:, end], torch.ones(6))
 
 
-# --- checkpoints
-
-
 def damage(state: dict[str, Any], name: str, how: str) -> dict[str, Any]:
     state = {key: value.clone() for key, value in state.items()}
     tensor = state[name]
@@ -355,7 +345,7 @@ def assert_refused_or_finite(model: Any, loaded: bool, raised: list[BaseExceptio
 
 @contextlib.contextmanager
 def clear_loading_errors() -> Iterator[list[BaseException]]:
-    """Ours, and torch's list of what does not fit, which every user of torch knows."""
+    """Errors of this package, and torch's list of what does not fit, which every user of torch knows."""
     raised: list[BaseException] = []
     try:
         with clear_errors() as ours:
@@ -416,13 +406,10 @@ def test_checkpoints_through_timm(case: tuple[str, str, str], wrap: str, options
 
 
 @pytest.mark.parametrize("content", [[], 3, "text", None, {"model": 3}, {"state_dict": [1]}, {"a": {"b": 1}}])
-def test_what_is_no_checkpoint(content: Any) -> None:
+def test_what_is_not_a_checkpoint(content: Any) -> None:
     model = build()
     with pytest.raises(ValueError, match="Expected a checkpoint of named tensors"):
         timm_ssog.vit_ssog.checkpoint_filter_fn(content, model)
-
-
-# --- published checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -460,13 +447,10 @@ def test_other_options_than_the_published_ones(published: Path, options: dict[st
 @pytest.mark.parametrize(
     "options", [{}, {"loops": 3}, {"kernel_coords": "cells"}, {"act_layer": "quick_gelu"}, {"norm_layer": "layernorm"}]
 )
-def test_the_published_options_and_those_for_users_to_choose_are_no_matter(published: Path, options: Any) -> None:
+def test_published_options_and_those_for_users_to_choose_do_not_warn(published: Path, options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(published, **options)
-
-
-# --- runs
 
 
 @pytest.mark.parametrize("value", [3, "abc", ["a"], [["a", 1]], True])

@@ -35,13 +35,13 @@ REPO = "acme/vit_ssog_tiny.test"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A running hub that this process's client takes for the Hub, as with HF_ENDPOINT set before its import."""
+    """A running hub that this process's client uses as the Hub, as with HF_ENDPOINT set before its import."""
     with Hub(tmp_path / "xet").serving() as running:
         template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.url)
         for module in (huggingface_hub.constants, huggingface_hub.file_download):  # of clients below 1.0
             monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
-        # weights by plain HTTP, unless a test says otherwise: the xet client is the other way
+        # weights by plain HTTP, unless a test uses the xet client instead
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -103,7 +103,7 @@ PULL = """
 
 
 def test_train_export_push_pull_is_bit_identical(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights through xet, as by default; pulled by a process that imports nothing of ours."""
+    """Weights through xet, as by default; pulled by a process that does not import this package."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
     jobs: list[tuple[str, str, dict[str, Any]]] = []
     expected: dict[str, torch.Tensor] = {}
@@ -147,11 +147,11 @@ def test_push_says_what_it_did(server: Hub, out: Path, capsys: pytest.CaptureFix
     assert [line.split()[1] for line in captured.err.splitlines() if line.startswith("timm_ssog:")] == [
         *("checking", "creating", "uploading", "downloading")
     ]
-    # what lies there is what lies here, and the card names its repository
+    # the files there are the files here, and the card names its repository
     assert repository.commits[record["commit"]] == {k: v for k, v in tree(out).items() if k != "published.json"}
     assert f'timm.create_model("hf-hub:{REPO}", pretrained=True)' in (out / "README.md").read_text()
     assert hub.render_card(out) == (out / "README.md").read_text()
-    # once more: the card there is our own
+    # again: the card there is our own
     assert main(["push", str(out), REPO]) == 0
 
 
@@ -219,7 +219,7 @@ def test_unfit_folders_are_not_pushed(server: Hub, out: Path, damage: Callable[[
 
 
 @pytest.mark.parametrize("name", ["vit", "a/b/c", "acme/", "acme/a..b", "acme/a b"])
-def test_names_that_are_none(server: Hub, out: Path, name: str) -> None:
+def test_invalid_names(server: Hub, out: Path, name: str) -> None:
     with pytest.raises(ValueError, match="must be named owner/name"):
         hub.push(out, name)
     assert not server.requests
@@ -238,7 +238,7 @@ def test_a_hub_that_refuses_or_loses_bytes(server: Hub, out: Path, monkeypatch: 
     assert not (out / "published.json").exists()
 
 
-def test_an_outage_is_no_leave_to_replace_a_card(server: Hub, out: Path, monkeypatch: Any) -> None:
+def test_an_outage_does_not_allow_replacing_a_card(server: Hub, out: Path, monkeypatch: Any) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise LocalEntryNotFoundError("503")
 
@@ -388,7 +388,7 @@ def test_declaring_a_checkpoint_is_one_row(server: Hub, tmp_path: Path) -> None:
         timm.create_model("vit_ssog_tiny", pretrained=True, pretrained_cfg=cfg, cache_dir=tmp_path / "a")
 
 
-def test_a_smaller_model_is_no_tag(server: Hub, out: Path) -> None:
+def test_a_smaller_model_is_not_a_tag(server: Hub, out: Path) -> None:
     row = hub.push(out, REPO, dry_run=True).row
     assert row.startswith("No row: ")
     assert "embed_dim" in row

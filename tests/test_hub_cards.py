@@ -77,7 +77,7 @@ def test_figures_are_those_of_the_model(folder: Path) -> None:
     assert measured["gmacs"][f"{height}x{width}"] == pytest.approx(macs / 1e9, rel=1e-6)
 
 
-def test_digits_are_read_as_well_as_the_card_says() -> None:
+def test_digits_are_classified_as_well_as_the_card_says() -> None:
     from digits import digits
 
     images, labels = digits("test")
@@ -86,19 +86,19 @@ def test_digits_are_read_as_well_as_the_card_says() -> None:
     for row in read(DIGITS / "run/results.json"):
         size = row["img_size"]
         if size not in (32, 48):
-            continue  # the others would take longer than all the rest
+            continue  # the others would take too long
         transform: Any = create_transform(**{**config, "input_size": (1, size, size)})
         batch = torch.stack([transform(Image.fromarray(image)) for image in images])
         with torch.inference_mode():
             logits = torch.cat([model(part) for part in batch.split(100)])
         ranked = logits.argsort(-1, descending=True) == torch.as_tensor(labels)[:, None]
-        # an image on the border between two digits may fall to the other side where sums are rounded otherwise
+        # an image on the border between two digits may change sides if sums round differently
         assert 100 * ranked[:, 0].float().mean().item() == pytest.approx(row["top1"], abs=0.11)
         assert 100 * ranked[:, :5].any(1).float().mean().item() == pytest.approx(row["top5"], abs=0.11)
 
 
 def test_advertised_checkpoints_exist() -> None:
-    """A row with weights is a folder here that was pushed, and whose commit was compared."""
+    """A row with weights stands for a folder here that was pushed and whose commit was compared."""
     pushed = {}
     for record in CARDS.glob("*/published.json"):
         published = read(record)

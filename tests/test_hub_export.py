@@ -89,7 +89,7 @@ def test_exported_folder_is_the_trained_model(tmp_path: Path, name: str, changes
     assert_same(loaded, average, channels=channels)
     assert loaded.pretrained_cfg["mean"] == changes.get("mean", [0.4, 0.5, 0.6])
     assert loaded.pretrained_cfg["interpolation"] == "bilinear"
-    # what a later release could read otherwise is spelt out
+    # what a later release could read differently is spelled out
     spelt_out = json.loads((out / "config.json").read_text())["model_args"]
     options = {"ssog": ["amplitude", "kernel_coords"]}.get(changes.get("model_kwargs", {}).get("mixer", "ssog"), [])
     options += {"looped": ["loops", "input_injection"], "ode": ["horizon", "solver", "solver_steps", "rtol"]}.get(
@@ -98,7 +98,7 @@ def test_exported_folder_is_the_trained_model(tmp_path: Path, name: str, changes
     assert set(options) <= set(spelt_out)
     assert not [path for path in tree(out) if path.endswith((".bin", ".pth", ".tar", ".pt"))]
     assert not [path for path, content in tree(out).items() if SECRET.encode() in content]
-    # and it can be changed at loading as any model of timm's
+    # and it can be changed at loading like any timm model
     torch.manual_seed(1)
     other = load(out, num_classes=7, in_chans=2, img_size=48)
     assert other(torch.randn(1, 2, 48, 48)).shape == (1, 7)
@@ -171,7 +171,7 @@ def test_a_resumed_run_and_its_summary(tmp_path: Path) -> None:
     assert (tmp_path / "out/run/summary.csv").read_text().splitlines() == [header, first, second]
 
 
-def test_a_finetuned_checkpoint_of_ours(tmp_path: Path) -> None:
+def test_a_finetuned_checkpoint_of_this_package(tmp_path: Path) -> None:
     """train.py --model local-dir:…: the architecture and its options are those of that folder."""
     write_run(tmp_path / "run")
     base = hub.export(tmp_path / "run", tmp_path / "base")
@@ -379,7 +379,7 @@ def test_old_folder_comes_back_if_the_new_one_cannot_take_its_place(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
-def test_what_is_not_of_an_export_is_not_deleted_by_the_next(copied: Path, exported: Path) -> None:
+def test_files_that_no_export_wrote_are_not_deleted(copied: Path, exported: Path) -> None:
     (exported / "published.json").write_text("{}")
     hub.export(copied / "run", exported)
     assert (exported / "published.json").read_text() == "{}"
@@ -489,8 +489,8 @@ def test_truncated_weights_are_an_error(exported: Path, length: int) -> None:
         load(exported)
 
 
-def test_exchanged_tensors_and_options_are_errors(exported: Path) -> None:
-    # copies: older safetensors map the file that is written to below
+def test_replaced_tensors_and_options_are_errors(exported: Path) -> None:
+    # copies, because older safetensors map the file that is overwritten below
     state = {name: tensor.clone() for name, tensor in load_file(exported / "model.safetensors").items()}
     names = [f"blocks.{block}.mixer.offset" for block in (0, 1)]
     swapped = {**state, names[0]: state[names[1]], names[1]: state[names[0]]}

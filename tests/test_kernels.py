@@ -1,4 +1,4 @@
-"""Axis kernels against the definition of DESIGN.md section 1, written out once more in plain float64 Python."""
+"""Axis kernels against the definition of DESIGN.md section 1, written again in plain float64 Python."""
 
 import math
 
@@ -19,7 +19,7 @@ def exponents(offset: float, width: float, length: int, stretch: float) -> np.nd
 
 
 def softmax(table: np.ndarray) -> np.ndarray:
-    # far outside the grid every weight underflows, their ratios do not
+    # far outside the grid every weight underflows, but their ratios do not
     weights = np.exp(table - table.max(axis=1, keepdims=True))
     return weights / weights.sum(axis=1, keepdims=True)
 
@@ -41,7 +41,7 @@ def test_axis_kernels_are_the_definition(length: int, reference_length: float | 
 
     kernels = timm_ssog.axis_kernels(offset, width, length, reference_length)
     assert kernels.dtype == torch.float64
-    # weights carry the rounding error of their exponents, and none that counts lies much below the row's largest
+    # weights carry the rounding error of their exponents, and those that matter are close to the row's largest
     largest = np.array([-table.max(axis=1).min() for table in tables])[:, None, None]
     error = np.abs(kernels.numpy() - expected)
     assert (error <= 8 * np.finfo(np.float64).eps * (1 + largest)).all()

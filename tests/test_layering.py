@@ -1,4 +1,4 @@
-"""The floors of DESIGN.md section 6, read off the import statements, and what an import costs."""
+"""The floors of DESIGN.md, section 6, read from the import statements, and what an import costs."""
 
 import ast
 import os
@@ -150,7 +150,7 @@ print(*sorted(name for name in set(sys.modules) - before if name.split(".")[0] n
 
 
 def test_import_loads_nothing_beyond_timms() -> None:
-    # what other packages would cost is paid by whoever asks for it: torchdiffeq, Triton, matplotlib, the Hub
+    # only users of other packages pay for them: torchdiffeq, Triton, matplotlib, the Hub
     environment = {**os.environ, "TIMM_SSOG_AUTOLOAD": "0"}
     path = [str(PACKAGE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

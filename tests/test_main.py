@@ -163,6 +163,6 @@ def test_info_tells_a_missing_hook_and_package(
     assert "timm-ssog       not installed" in printed
 
 
-def test_scripts_and_info_need_nothing_of_the_hub():
+def test_scripts_and_info_do_not_need_the_hub():
     code = "import sys, timm_ssog.__main__; sys.exit(any(name.startswith('timm_ssog.hub') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

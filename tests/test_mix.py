@@ -62,7 +62,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("implementation", ["naive", "eager", "auto"])
 def test_output_is_the_definition(implementation: str) -> None:
-    # sizes all different, so that no axis can be taken for another
+    # all sizes differ, so that no axis can be mistaken for another
     values, rows, columns = make_inputs((3, 5), components=4, head_dim=7, batch=1, heads=2)
     expected = torch.zeros_like(values)
     for head, m, i, j in itertools.product(range(2), range(4), range(3), range(5)):
@@ -73,7 +73,7 @@ def test_output_is_the_definition(implementation: str) -> None:
 
 
 GRIDS = [(1, 1), (1, 9), (9, 1), (7, 13), (14, 14)]
-# where nothing but the stacked form is worth a run
+# where only the stacked form is worth a run
 LARGE_GRIDS = [(37, 64), (64, 64)]
 
 
@@ -302,7 +302,7 @@ def test_heads_are_mixed_apart_where_all_of_them_outgrow_the_cache(
         form = getattr(eager, name)
         monkeypatch.setattr(eager, name, lambda *inputs, form=form, name=name: taken.append(name) or form(*inputs))
     monkeypatch.setattr(eager, "prefers_dense", lambda *_, **__: False)
-    # 448 KiB of intermediate an image: 14 x 14 tokens, 2 x 73 channels, 4 components, float32
+    # 448 KiB of intermediate per image: 14 x 14 tokens, 2 x 73 channels, 4 components, float32
     values, rows, columns = make_inputs((14, 14), 4, 73, batch, dtype=torch.float32)
     mix([values.requires_grad_(), rows, columns]).sum().backward()
     expected = ["_stacked_by_head", "_stacked_backward_by_head"] if apart else ["stacked_mix", "stacked_mix_backward"]

@@ -46,7 +46,7 @@ def test_reference_grid_is_part_of_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_reference_grid_survives_a_change_of_dtype(dtype: torch.dtype) -> None:
-    # 257 and 4097 are no numbers of bfloat16 and float16
+    # bfloat16 can't represent 257, float16 can't represent 4097
     mixer = SeparableMixer(8, 2, (257, 4097)).to(dtype)
     assert mixer.reference_grid == (257, 4097)
 
@@ -82,7 +82,7 @@ def test_no_component_starts_with_a_dead_gradient(grid: tuple[int, int], amplitu
     rows, columns = mixer.kernels(*grid)
     target = torch.randn_like(values)
     (timm_ssog.separable_mix(values, rows, columns) * target).mean().backward()
-    # moving a component by a cell, or changing its weight by one, must matter alike: within two orders of magnitude
+    # moving a component by a cell, or changing its weight by one, must have similar effects (within a factor of 100)
     assert mixer.amplitude.grad is not None
     typical = mixer.amplitude.grad.abs().mean() if amplitude == "signed" else mixer.amplitude.grad.abs().mean() * 4
     weight = mixer.amplitude.abs() if amplitude == "signed" else mixer.amplitude.softmax(-1)

@@ -1,4 +1,4 @@
-"""The discrete models: every option and method that timm's users reach for, and every way to use them wrongly."""
+"""The discrete models: every option and method that timm users need, and every way to misuse them."""
 
 import copy
 import fnmatch
@@ -109,7 +109,7 @@ def test_set_input_size(build: Build, kernel_coords: str) -> None:
     model.pos_embed.requires_grad_(False)
     model.patch_embed.proj.bias.requires_grad_(False)
     model.set_input_size(img_size=(64, 48))
-    # another layout of the same function: what was resampled at call time now is for good
+    # the same function in another layout: what was resampled at call time is now permanent
     torch.testing.assert_close(model(images), expected)
     assert model.pos_embed.shape == (1, 8, 6, 32)
     assert model.patch_embed.grid_size == (8, 6)
@@ -443,7 +443,7 @@ def test_models_of_other_dtypes(build: Build, mixer: str, dtype: torch.dtype) ->
     model.to(dtype)
     logits = model(images.to(dtype))
     assert logits.dtype == dtype
-    # some ten roundings in a row on the way through two blocks; logits of a fresh model are small
+    # about ten successive roundings through two blocks; logits of a new model are small
     error = (logits - expected).norm() / expected.norm()
     assert error < 16 * torch.finfo(dtype).eps
     logits.square().sum().backward()
@@ -600,7 +600,7 @@ def test_a_hook_on_the_final_norm_sees_tokens_as_in_timms_vit(build: Build, name
 
 
 @pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])
-def test_every_tap_has_a_name_of_its_own_that_says_its_module(build: Build, name: str) -> None:
+def test_every_tap_has_its_own_name_that_tells_its_module(build: Build, name: str) -> None:
     model = build(name)
     names = [info["module"] for info in model.feature_info]
     assert len(set(names)) == len(names)

@@ -165,7 +165,7 @@ def test_a_sample_is_solved_the_same_alone_and_next_to_a_stiff_one(solver: str) 
         assert own.evaluations[0] == trace.evaluations[sample]
         assert own.rejected[0] == trace.rejected[sample]
         assert own.times[0] == trace.times[sample]
-    # what is avoided: one clock for all lets batch-mates decide
+    # what this avoids: with one clock for all, batch-mates decide
     (shared,), _ = solve_adaptive(velocity, x, [0, 3], Solver("dopri5", rtol=1e-3, atol=1e-4, max_evaluations=10_000))
     (alone,), _ = solve_adaptive(
         velocity, x[:1], [0, 3], Solver("dopri5", rtol=1e-3, atol=1e-4, max_evaluations=10_000)
@@ -173,7 +173,7 @@ def test_a_sample_is_solved_the_same_alone_and_next_to_a_stiff_one(solver: str) 
     assert largest_difference(shared[0], alone[0]) > 1e-6
 
 
-def test_evaluated_together_samples_agree_but_for_rounding() -> None:
+def test_samples_evaluated_together_agree_up_to_rounding() -> None:
     velocity, x = stiff_among_easy(torch.float64)
     settings = ([0, 1, 3], Solver("dopri5", rtol=1e-5, atol=1e-6, max_evaluations=10_000))
     together, trace = solve_per_sample(velocity, x, *settings, together=True)
@@ -348,7 +348,7 @@ def test_a_rejected_overflow_leaves_no_trace_in_the_gradient(together: bool) -> 
 def ssog_gradients(
     block: Block, x: Tensor, solve: Callable[[Callable[[Tensor], Tensor], Tensor, list[Tensor]], list[Tensor]]
 ) -> dict[str, Tensor]:
-    """Gradients of a loss on the states; kernels are built once and go to an adjoint in place of what makes them."""
+    """Gradients of a loss on the states; kernels are built once, an adjoint gets them instead of their parameters."""
     block.zero_grad()
     x = x.detach().clone().requires_grad_()
     kernels = block.mixer.kernels(*x.shape[1:3])
@@ -407,7 +407,7 @@ def test_fixed_steps_with_the_adjoint(solver: str) -> None:
             )[0],
         )
         differences.append(max(relative_differences(adjoint, direct).values()))
-    # equal but for the error of the method, which falls with the step
+    # equal up to the error of the method, which falls with the step
     assert differences[1] < differences[0] * 0.75
     assert differences[1] < {1: 0.1, 2: 1e-2, 4: 1e-5}[tableau.order]
 
@@ -516,7 +516,7 @@ def test_nan_and_infinity_are_named_with_the_time(solve: Solve, bad: float) -> N
         solve(lambda s: -s, x)
     assert (raised.value.time, raised.value.evaluations) == (0, 0)
 
-    # x grows by 1 a unit of time; the velocity breaks at 2.25, which is time 1.25
+    # x grows by 1 per unit of time; the velocity breaks at 2.25, which is time 1.25
     with pytest.raises(SolveError, match=r"NaN or infini.* evaluations of the velocity\. Check the input") as raised:
         solve(lambda s: torch.where(s < 2.25, torch.ones_like(s), bad), torch.ones(3, 2, dtype=torch.float64))
     assert 0 <= raised.value.time <= 2
@@ -536,7 +536,7 @@ def test_a_solve_gives_up_with_the_time_reached(solve: Solve) -> None:
         solve(lambda s: s**2, torch.ones(1, 2, dtype=torch.float64), max_evaluations=100_000)
     assert raised.value.time == pytest.approx(1.0, abs=1e-3)
 
-    # a velocity that is another one at every call can't be followed
+    # a velocity that changes at every call can't be followed
     with pytest.raises(SolveError, match="step size fell to"):
         solve(lambda s: 1e14 * torch.randn_like(s), torch.ones(2, 2, dtype=torch.float64), max_evaluations=100_000)
 

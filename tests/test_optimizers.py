@@ -1,4 +1,4 @@
-"""timm's optimizers: which parameters they decay, and which Muon takes for weight matrices."""
+"""timm's optimizers: which parameters they decay, and which ones Muon treats as weight matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest, build: Callable[..., Any]) -> Any:
-    # from four heads on, (heads, components, 2) is large enough for Muon to be taken for a matrix
+    # from four heads on, (heads, components, 2) is large enough that Muon treats it as a matrix
     return build(request.param, embed_dim=64, num_heads=4, **MODELS[request.param])
 
 

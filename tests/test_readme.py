@@ -41,7 +41,7 @@ def test_python_blocks_run_one_after_the_other(tmp_path):
 
 
 def assert_whole(installed: Path) -> None:
-    """Every file of the package is in what was installed, those that are not Python too."""
+    """Every file of the package is installed, including those that are not Python."""
     package = ROOT / "timm_ssog"
     files = {path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert {Path("py.typed"), Path("hub/template.md")} <= files
@@ -52,7 +52,7 @@ def assert_whole(installed: Path) -> None:
 def test_bash_blocks_run(code, tmp_path):
     scripts = Path(sys.executable).parent
     if "pip install" in code:
-        # into an environment of its own, without the gigabytes of its dependencies
+        # into its own environment, without the gigabytes of its dependencies
         subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=300)
         scripts = tmp_path / "venv" / "bin"
     environment = {**os.environ, "PIP_NO_DEPS": "1", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
@@ -68,7 +68,7 @@ def test_bash_blocks_run(code, tmp_path):
         assert "vit_ssog_small_ode" in result.stdout
 
 
-def test_the_readme_is_read_in_one_go():
+def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 180
 
 

@@ -22,7 +22,7 @@ yaml: Any = pytest.importorskip("yaml")
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 NAMES = [f"vit_ssog_{size}{depth}" for size in ("tiny", "small", "base") for depth in ("", "_looped", "_ode")]
 
-# train.py's parser takes any key of a YAML without a word: what it knows is compared with what came out
+# train.py's parser silently accepts any key of a YAML: the options it knows are compared with the result
 PARSE = """
 import json, runpy, sys
 parts = runpy.run_path(sys.argv.pop(1), run_name="train")
@@ -38,10 +38,10 @@ def recipe(path: Path) -> dict[str, Any]:
 
 
 def parsed(path: Path, *arguments: str) -> dict[str, Any]:
-    """What train.py of the clone that TIMM_CLONE names makes of a recipe and further arguments."""
+    """The options that train.py, in the clone named by TIMM_CLONE, reads from a recipe and further arguments."""
     clone = os.environ.get("TIMM_CLONE")
     if not clone:
-        # its parser is in no package, and fetched code stays out of this repository
+        # its parser is not in a package, and fetched code stays out of this repository
         pytest.skip("TIMM_CLONE names no clone of timm's repository")
     script = Path(clone) / "train.py"
     command = [sys.executable, "-c", PARSE, str(script), "-c", str(path), *arguments]
@@ -85,7 +85,7 @@ def test_builds_every_model_and_twin(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_timm_takes_optimizer_schedule_and_augmentation(path: Path) -> None:
-    """The values that train.py hands on to timm are ones that timm takes, on a model small enough to build."""
+    """timm accepts the values that train.py passes on, on a model small enough to build."""
     content = recipe(path)
     model = timm.create_model("vit_ssog_tiny", embed_dim=24, depth=1, num_heads=1, num_classes=content["num_classes"])
     options = argparse.Namespace(**content, lr=content["lr_base"], momentum=0.9)

@@ -1,4 +1,4 @@
-"""timm's own tests on our models: those of its source distribution, of the version installed here."""
+"""timm's own tests on our models, from the source distribution of the installed version."""
 
 import os
 import subprocess

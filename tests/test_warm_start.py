@@ -40,14 +40,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def fewer_steps(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Fits that go less far, where it is not they that are tested."""
+    """Shorter fits, for tests of other things."""
     if "found_again" not in request.node.name:
         monkeypatch.setattr(kernel_fit, "MAP_STEPS", 10)
         monkeypatch.setattr(kernel_fit, "VALUE_STEPS", 20)
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> Any:
-    """A small teacher with weights of which none is zero, one or negligible."""
+    """A small teacher in which no weight is zero, one or negligible."""
     model = timm.create_model(name, **{**VIT, **options}).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def dense(mixer: Any, grid: tuple[int, int]) -> Tensor:
 
 
 def replace_maps(teacher: Any, student: Any) -> None:
-    """Give the patch tokens of the teacher the student's kernels as attention maps; prefix tokens see all alike."""
+    """Give the patch tokens of the teacher the student's kernels as attention maps; prefix tokens see all equally."""
     for block, other in zip(teacher.blocks, student.blocks, strict=True):
         attention = block.attn
         grid = teacher.patch_embed.grid_size
@@ -309,7 +309,7 @@ def test_fit_stays_on_the_grid_and_finite(kind, grid):
 
 
 @torch.no_grad()
-def test_regression_is_ridge_towards_the_weights_at_hand():
+def test_regression_is_ridge_towards_the_current_weights():
     torch.manual_seed(0)
     layer = nn.Linear(6, 3)
     before = copy.deepcopy(layer).double()
@@ -331,7 +331,7 @@ def test_regression_is_ridge_towards_the_weights_at_hand():
     assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-5
 
 
-def test_refit_and_alignment_come_nearer_to_the_teacher():
+def test_refit_and_alignment_come_closer_to_the_teacher():
     teacher, images = vit(**AVG), photos(96)
     reports = {}
     runs: dict[str, dict[str, Any]] = {"fit": {}, "refit": {"refit": True}, "aligned": {"align_epochs": 2}}
@@ -397,7 +397,7 @@ def test_a_head_of_content_is_named():
     teacher = vit(**AVG, img_size=64, pos_embed="none")
     with torch.no_grad():
         for block in teacher.blocks:
-            block.attn.qkv.weight[:32] *= 30  # near to one-hot maps, which follow the image
+            block.attn.qkv.weight[:32] *= 30  # nearly one-hot maps, which follow the image
     report = timm_ssog.warm_start(student_of(teacher, num_components=1), teacher, [photos(64, (64, 64))])
     named = [head for head in report.heads if head.values < 0.05]
     assert len(report.warnings) == len(named) > 0

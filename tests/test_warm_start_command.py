@@ -26,7 +26,7 @@ def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> str:
-    """A teacher in a folder, with a normalisation of its own."""
+    """A teacher in a folder, with its own normalisation."""
     options = {**SHAPE, "global_pool": "avg", "class_token": False}
     config = {"mean": MEAN, "std": STD, "input_size": (3, 32, 32), "crop_pct": 1.0, "license": "mit"}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=3, pretrained_cfg_overlay=config, **options)

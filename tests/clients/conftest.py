@@ -14,7 +14,7 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(params=DEPTHS)
 def model(request: pytest.FixtureRequest, build: Callable[..., Any]) -> Any:
-    """Two blocks on a 4 x 4 grid, in each of the three depths, with parameters none of which is zero."""
+    """Two blocks on a 4 x 4 grid, in each of the three depths, with no parameter zero."""
     name, options = DEPTHS[request.param]
     model = build(name, **options)
     with torch.no_grad():
@@ -30,7 +30,7 @@ def images() -> Tensor:
 
 @pytest.fixture
 def train() -> Callable[[nn.Module, Tensor], None]:
-    """Takes a step of gradient descent on the parameters that want one."""
+    """Takes a step of gradient descent on the parameters that need gradients."""
 
     def step(model: nn.Module, images: Tensor) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

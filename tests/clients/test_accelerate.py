@@ -47,7 +47,7 @@ def test_loaded_into_a_model_without_weights(build: Any, images: Tensor, tmp_pat
     with accelerate.init_empty_weights(include_buffers=True):
         empty = build(img_size=32)
     assert empty.pos_embed.is_meta
-    # not load_checkpoint_and_dispatch with a device_map: of a state dict it knows parameters and buffers only
+    # not load_checkpoint_and_dispatch with a device_map: from a state dict it loads parameters and buffers only
     empty.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"), assign=True)
     accelerate.dispatch_model(empty, {"": "cpu"}, force_hooks=True)
     torch.testing.assert_close(empty(images), model(images))

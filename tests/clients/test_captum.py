@@ -30,7 +30,7 @@ def test_gradients_are_those_of_autograd(model: Any, images: Tensor, method: str
 def test_tokens_are_attributed_at_the_final_norm(model: Any, images: Tensor) -> None:
     tokens = captum.LayerGradientXActivation(model, model.norm).attribute(images, target=0)
     assert tokens.shape == (2, 16, 32)
-    # behind the norm there is but the mean over tokens and a linear layer
+    # after the norm there is only the mean over tokens and a linear layer
     torch.testing.assert_close(tokens.sum((1, 2)) + model.head.bias[0], model(images)[:, 0])
 
 

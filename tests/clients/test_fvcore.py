@@ -22,7 +22,7 @@ def test_the_mixing_is_counted_whole(batch: int, size: int) -> None:
 
 
 def test_every_evaluation_is_counted(model: Any) -> None:
-    # two blocks twice over: in loops, or in two steps of the midpoint rule each
+    # two blocks, each run twice: in loops, or in two steps of the midpoint rule
     runs = {"VitSsog": 1, "LoopedVitSsog": 2, "OdeVitSsog": 4}[type(model).__name__]
     count = fvcore.FlopCountAnalysis(model, torch.randn(2, 3, 32, 32)).unsupported_ops_warnings(False)
     of_mixer = count.by_module_and_operator()["blocks.1.mixer"]

@@ -15,7 +15,7 @@ def from_grid(tokens: Tensor) -> Tensor:
 
 
 def from_row(tokens: Tensor) -> Tensor:
-    """As the README says it for `norm`."""
+    """As the README describes for `norm`."""
     return tokens.mT.unflatten(2, (4, 6))
 
 

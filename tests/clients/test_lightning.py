@@ -1,4 +1,4 @@
-"""Lightning: training with its own averages of weights, which take buffers along."""
+"""Lightning: training with its own averages of weights, which include buffers."""
 
 import copy
 from typing import Any

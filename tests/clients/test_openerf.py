@@ -14,7 +14,7 @@ image = pytest.importorskip("PIL.Image")
 
 @pytest.mark.parametrize("target", ["norm", "forward_features"])
 def test_the_field_is_that_of_the_token_in_the_middle(model: Any, tmp_path: Path, target: str) -> None:
-    nn.init.normal_(model.norm.weight)  # the mean of a token behind a plain LayerNorm doesn't depend on the image
+    nn.init.normal_(model.norm.weight)  # the mean of a token after a plain LayerNorm doesn't depend on the image
     model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32), "crop_pct": 1.0, "mean": (0.5,) * 3}
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     image.fromarray(pixels).save(tmp_path / "image.png")

@@ -30,7 +30,7 @@ def test_it_segments_images_of_any_shape(name: str, size: tuple[int, int]) -> No
     maps.square().mean().backward()
     encoder = model.encoder.model
     unused = [n for n, p in encoder.named_parameters() if p.grad is None]
-    assert unused == ["norm.weight", "norm.bias", "head.weight", "head.bias"]  # as of timm's ViT
+    assert unused == ["norm.weight", "norm.bias", "head.weight", "head.bias"]  # as for timm's ViT
 
 
 def test_taps_are_the_steps_of_depth() -> None:

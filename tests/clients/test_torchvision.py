@@ -1,4 +1,4 @@
-"""torchvision's feature extractor, and torch.fx as it is: neither knows which functions timm leaves untraced."""
+"""torchvision's feature extractor, and plain torch.fx: neither knows which functions timm leaves untraced."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ def test_the_backbone_returns_the_chosen_steps(name: str, indices: list[int]) ->
     assert len(set(backbone.stage_names)) == len(backbone.stage_names)
 
     model = timm.create_model(name).eval()
-    of_backbone = backbone.state_dict()  # without what lies behind the last tap
+    of_backbone = backbone.state_dict()  # without everything after the last tap
     model.load_state_dict(
         {name.removeprefix("_backbone.model."): tensor for name, tensor in of_backbone.items()}, False
     )
@@ -39,7 +39,7 @@ def test_the_wrapper_saves_and_loads(name: str, images: torch.Tensor, tmp_path: 
     options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
     config = transformers.TimmWrapperConfig(architecture=name, model_args=options, num_labels=5)
     wrapper = transformers.TimmWrapperForImageClassification(config).eval()
-    wrapper.timm_model.set_input_size(64)  # the kernels are still measured on the grid of 32 px
+    wrapper.timm_model.set_input_size(64)  # the kernels' reference grid is still that of 32 px
     expected = wrapper(images).logits
     wrapper.config.model_args = {**options, "img_size": 64}
     wrapper.save_pretrained(tmp_path)
