@@ -650,7 +650,7 @@ class OdeVitSsog(VitSsog):
             jitter: In training, shift the step grid by a random part of a step, so that it can't be memorised.
             flow_penalty: What training also minimises, so that the model becomes the flow of its equation
                 (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
-            flow_weight: Strength of the penalty, relative to the gradient of the loss; 0 turns it off.
+            flow_weight: Weight of the penalty beside a mean cross-entropy; for other losses see `timm_ssog.flow`.
             proj_drop_rate: Only 0 is possible; accepted so that the error can say why.
             drop_path_rate: Stochastic depth rate of the last step, rising linearly from 0 (fixed-step only).
             **kwargs: Options of `timm_ssog.ode.Solver` (``solver``, ``solver_steps``, ``rtol``, ``atol``, ``adjoint``,
@@ -933,7 +933,7 @@ def _create_vit_ssog(
 
 # A looped model starts like the continuous one and shares its checkpoints. examples/lab/flow.py shows why these values.
 LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
-ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, "pre_norm": True, "flow_penalty": "both", "flow_weight": 1.0}
+ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, "pre_norm": True, "flow_penalty": "both", "flow_weight": 2.0}
 
 
 @register_model
