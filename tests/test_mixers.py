@@ -199,7 +199,7 @@ def test_attention_twin_checks_its_heads() -> None:
 
 def test_kernels_for_another_grid_are_refused() -> None:
     mixer = SeparableMixer(8, 2, (3, 5))
-    with pytest.raises(ValueError, match=r"row_kernels must be square of the values' height 4.*axis_kernels"):
+    with pytest.raises(ValueError, match=r"row_kernels must be square, of the values' height 4.*axis_kernels"):
         mixer(torch.randn(1, 4, 5, 8), mixer.kernels(3, 5))
 
 
