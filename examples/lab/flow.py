@@ -28,6 +28,7 @@ from training import MODEL, RECIPE, create_model, train
 
 import timm_ssog
 from timm_ssog.analysis import anytime
+from timm_ssog.runge_kutta import TABLEAUS
 
 CONTINUOUS: dict[str, Any] = {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 12.0}
 PLAIN: dict[str, Any] = {"pre_norm": False, "flow_penalty": "none"}
@@ -218,6 +219,21 @@ def table(runs: list[dict[str, Any]]) -> str:
                 rows.append([setting, *(plus_minus([by_loops[count] for by_loops in of_setting]) for count in counts)])
         tables.append(markdown_table.table(["trained with 12 loops, tested with", *counts], rows))
     return "\n\n".join(tables)
+
+
+def anytime_table(runs: list[dict[str, Any]], setting: str = "as registered") -> str:
+    """A Markdown table of the accuracy after how many evaluations, by solver: means over the seeds of a setting."""
+    rows = [row for record in runs if record["setting"] == setting for row in record["anytime"]]
+    fixed = [row for row in rows if row["solver"] in TABLEAUS]
+    counts = sorted({int(row["evaluations"]) for row in fixed})
+    table = []
+    for solver in TABLEAUS:
+        cells = []
+        for count in counts:
+            found = [100 * r["accuracy"] for r in fixed if r["solver"] == solver and int(r["evaluations"]) == count]
+            cells.append(f"{sum(found) / len(found):.1f}" if found else "")
+        table.append([solver, *cells])
+    return markdown_table.table(["solver, evaluations", *map(str, counts)], table)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,6 +20,9 @@ PAGE = RESULTS / "README.md"
 EXPERIMENTS = ("ablation", "exported_speed", "flow", "matched", "solvers")
 """Scripts whose ``table`` makes Markdown of the runs in the results file of their name, and ``setup`` a sentence."""
 
+OTHER_RUNS = {"flow-16-epochs": "flow", "flow-cifar10": "flow"}
+"""Further results files, and the script that they come from."""
+
 REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
 
 
@@ -41,6 +44,11 @@ def tables() -> dict[str, str]:
             found[name] = script.table(content["runs"])
             if hasattr(script, "setup"):
                 found[f"{name} setup"] = script.setup(content["recipe"], content["runs"])
+            if hasattr(script, "anytime_table"):
+                found[f"{name} anytime"] = script.anytime_table(content["runs"])
+    for name, script in OTHER_RUNS.items():
+        if content := results(name):
+            found[name] = importlib.import_module(script).table(content["runs"])
     if benchmark := results("benchmark"):
         found["benchmark setup"] = bench_report.setup(benchmark["recipe"], benchmark["runs"])
         for name, text in bench_report.summary(benchmark["recipe"], benchmark["runs"]).items():
