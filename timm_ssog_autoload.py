@@ -20,9 +20,14 @@ OFF = ("0", "false", "off", "no")
 WATCHED = "timm.models"
 
 
+def is_off() -> bool:
+    """Whether ``TIMM_SSOG_AUTOLOAD`` is one of `OFF`."""
+    return os.environ.get(SWITCH, "").lower() in OFF
+
+
 def install() -> None:
-    """Have ``timm_ssog`` imported as soon as ``timm.models`` is, unless ``TIMM_SSOG_AUTOLOAD`` is one of `OFF`."""
-    if os.environ.get(SWITCH, "").lower() in OFF or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Have ``timm_ssog`` imported as soon as ``timm.models`` is, unless that is switched off."""
+    if is_off() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
     if WATCHED in sys.modules:

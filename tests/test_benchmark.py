@@ -27,7 +27,6 @@ mixing_cost: Any = importlib.import_module("mixing_cost")
 runs: Any = importlib.import_module("runs")
 markdown_table: Any = importlib.import_module("markdown_table")
 turns: Any = importlib.import_module("turns")
-whole: Any = importlib.import_module("whole")
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -228,23 +227,6 @@ def test_tables_have_as_many_cells_as_columns() -> None:
     assert markdown_table.table(["a"], []) == "| a |\n|---|"
     with pytest.raises(ValueError, match="Expected 2 cells for the columns a, b, got"):
         markdown_table.table(["a", "b"], [["only one"]])
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "results.json"
-    whole.write_whole(path, "old")
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(whole.os, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            whole.write_whole(path, "new")
-    assert path.read_text() == "old"
-    whole.write_whole(path, "new ÿ")
-    assert path.read_text(encoding="utf-8") == "new ÿ"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_interrupted_benchmark_goes_on_where_it_stopped(

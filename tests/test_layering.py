@@ -16,6 +16,7 @@ HOOK = PACKAGE.parent / "timm_ssog_autoload.py"
 
 FLOORS = {
     "timm_ssog.errors": -1,  # on floor 0, but every module may say what is wrong
+    "timm_ssog.files": -1,
     "timm_ssog.ops": 0,
     "timm_ssog.ops.capture": -0.5,
     "timm_ssog.ops.gaussian": 0,

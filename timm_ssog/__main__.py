@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -166,18 +167,15 @@ def _fused_kernel() -> str:
 
 
 def _discovery() -> str:
-    # ours is off if it says so, torch's own if it is anything but 1
-    switches = {
-        "TIMM_SSOG_AUTOLOAD": os.environ.get("TIMM_SSOG_AUTOLOAD", "").lower() in ("0", "false", "off", "no"),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1",
-    }
-    for switch, is_off in switches.items():
-        if is_off:
-            return f"off: {switch}={os.environ[switch]}; scripts must import timm_ssog"
-    # torch is imported by now and has called every entry point it found; nothing else imports the hook's module.
-    if "timm_ssog_autoload" in sys.modules:
-        return "active: timm finds the models without an import in the script"
-    return "missing: no entry point found; install the package with pip"
+    if (value := os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")) != "1":
+        return f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={value}; scripts must import timm_ssog"
+    # torch is imported by now and has called every entry point it found; nothing else imports the hook's module
+    hook: Any = sys.modules.get("timm_ssog_autoload")
+    if hook is None:
+        return "missing: no entry point found; install the package with pip"
+    if hook.is_off():
+        return f"off: {hook.SWITCH}={os.environ[hook.SWITCH]}; scripts must import timm_ssog"
+    return "active: timm finds the models without an import in the script"
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

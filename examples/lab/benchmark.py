@@ -34,7 +34,8 @@ from bench_speed import (
 from runs import OUTPUT, claimed, results_of, write_results
 from tqdm import tqdm
 from turns import LEAST_TURNS, cpu_clock, wall_clock
-from whole import write_whole
+
+from timm_ssog.files import replace_file
 
 MEASURES = ("inference", "training", "mixing", "inference memory", "training memory", "cost")
 """Times of a forward pass, of a training step and of mixing alone; peak memory of both; parameters and FLOPs."""
@@ -255,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     with claimed(options.output):
         records = measure_missing(options, where)
         text = bench_report.report(where, records)
-        write_whole(options.output.with_suffix(".md"), text + "\n")
+        replace_file(options.output.with_suffix(".md"), text + "\n")
         bench_report.figure(records).savefig(options.output.with_suffix(".png"), dpi=120)
     print(text)
 

@@ -32,9 +32,9 @@ from timm.layers import set_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from turns import Call, Timer, take_turns, timer, wall_clock
-from whole import write_whole
 
 import timm_ssog
+from timm_ssog.files import replace_file
 from timm_ssog.ops import fused
 
 # height, width, components, head_dim, batch, heads
@@ -402,7 +402,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = ((path, json.dumps(results, indent=1)), (path.with_suffix(".md"), report(results)))
     for target, text in texts:
-        write_whole(target, text + "\n")
+        replace_file(target, text + "\n")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

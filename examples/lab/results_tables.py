@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import bench_report
-from whole import write_whole
+
+from timm_ssog.files import replace_file
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAGE = RESULTS / "README.md"
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     elif options.check:
         raise SystemExit(f"{PAGE} differs from the results: python examples/lab/results_tables.py")
     else:
-        write_whole(PAGE, filled)
+        replace_file(PAGE, filled)
         print(f"{PAGE} now holds the tables of the results.")
 
 

@@ -18,7 +18,8 @@ import timm
 import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
-from whole import write_whole
+
+from timm_ssog.files import replace_file
 
 OUTPUT = Path(__file__).parents[2] / "output"
 
@@ -87,7 +88,7 @@ def results_of(path: Path, recipe: dict[str, Any], fields: Collection[str]) -> l
 
 def write_results(path: Path, recipe: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     """Write all runs at once."""
-    write_whole(path, json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
+    replace_file(path, json.dumps({"recipe": recipe, "runs": runs}, indent=1) + "\n")
 
 
 def records(run: Callable[[str, int], dict[str, Any]], tasks: list[Task], jobs: int) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from timm.models import is_model
 
 from timm_ssog.digest import ARGUMENTS, WEIGHTS, digest_notes
+from timm_ssog.files import replace_file
 from timm_ssog.hub.card import ABOUT, RECORD, REPOSITORY, check_card, missing_from_card, render_card
 from timm_ssog.hub.options import unseen_options
 
@@ -110,8 +110,8 @@ def push(
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         if not replace_card:
             _require_own_card(api, repo_id, revision)
-        _write(folder / REPOSITORY, json.dumps({"repo_id": repo_id, "revision": revision}, indent=2) + "\n")
-        _write(folder / "README.md", render_card(folder))
+        replace_file(folder / REPOSITORY, json.dumps({"repo_id": repo_id, "revision": revision}, indent=2) + "\n")
+        replace_file(folder / "README.md", render_card(folder))
         files = _digests(folder)
         on_progress(f"uploading {len(files)} files")
         commit = api.upload_folder(
@@ -211,12 +211,6 @@ def _require_publishable(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
 def _digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file to publish, by its path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -279,4 +273,4 @@ def _record(folder: Path, published: Published, endpoint: str) -> None:
         "files": published.files,
         "row": published.row,
     }
-    _write(folder / RECORD, json.dumps(record, indent=2) + "\n")
+    replace_file(folder / RECORD, json.dumps(record, indent=2) + "\n")

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from timm_ssog.files import replace_file
 from timm_ssog.ops.fused import support
 from timm_ssog.ops.fused.tables import Tile
 
@@ -150,10 +151,8 @@ def _read() -> dict[str, Tile | None]:
 
 def _write() -> None:
     path = cache_path()
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(_chosen, indent=1))
-        os.replace(partial, path)
+        replace_file(path, json.dumps(_chosen, indent=1))
     except OSError as error:
         _log.warning("%s cannot be written, so tuning starts again in the next process: %s", path, error)
