@@ -11,10 +11,10 @@ import torch
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 from turns import take_turns, timer
 
 import timm_ssog
+from timm_ssog.hub.measure import multiply_adds
 
 SETTINGS = {"discrete": "", "looped": "_looped", "ode": "_ode"}
 """The depth settings, and what each adds to a model's name."""
@@ -164,12 +164,7 @@ def measure_mixing(
 
 
 def count(model: str, size: str, setting: str, img_size: int) -> dict[str, int]:
-    """Parameters of a model, and floating-point operations of a forward pass on one image (2 for a multiply-add).
-
-    Counted on the meta device, where attention consists of its two products whichever kernel would run.
-    """
+    """Parameters of a model, and floating-point operations of a forward pass on one image (2 for a multiply-add)."""
     network = create(model, size, setting, "meta").eval()
-    image = torch.empty(1, 3, img_size, img_size, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.inference_mode():
-        network(image)
-    return {"parameters": sum(p.numel() for p in network.parameters()), "flops": counter.get_total_flops()}
+    operations = 2 * multiply_adds(network, (3, img_size, img_size))
+    return {"parameters": sum(p.numel() for p in network.parameters()), "flops": operations}

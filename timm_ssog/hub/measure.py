@@ -5,6 +5,7 @@ from typing import Any
 
 import timm
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,8 +26,8 @@ def measure(model: VitSsog, input_size: tuple[int, int, int]) -> dict[str, Any]:
         input_size: (channels, height, width) of the images it was trained for.
 
     Returns:
-        JSON: ``parameters``, ``gmacs`` (multiply-adds of matrix products and convolutions for one image, in billions,
-        by torch's FlopCounterMode) at multiples of the size, its loops or solver, and versions.
+        JSON: ``parameters``, ``gmacs`` (`multiply_adds`, in billions) at multiples of the size, its loops or
+        solver, and versions.
     """
     channels, height, width = input_size
     measured: dict[str, Any] = {
@@ -38,12 +39,29 @@ def measure(model: VitSsog, input_size: tuple[int, int, int]) -> dict[str, Any]:
     }
     for scale in SCALES:
         size = _patches(model, height, scale, axis=0), _patches(model, width, scale, axis=1)
-        measured["gmacs"][f"{size[0]}x{size[1]}"] = _gmacs(model, (channels, *size))
+        measured["gmacs"][f"{size[0]}x{size[1]}"] = multiply_adds(model, (channels, *size)) / 1e9
     if isinstance(model, LoopedVitSsog):
         measured |= {"depth": "looped", "loops": model.loops}
     if isinstance(model, OdeVitSsog):
         measured |= {"depth": "continuous", "horizon": model.horizon, "solver": _solver(model, input_size)}
     return measured
+
+
+def multiply_adds(model: nn.Module, input_size: tuple[int, int, int]) -> int:
+    """Multiply-adds of matrix products and convolutions for one image, by torch's FlopCounterMode.
+
+    Args:
+        model: Any model of images; it is left as it is.
+        input_size: (channels, height, width).
+    """
+    # if no step depends on the image, shapes are enough to count, and no arithmetic is done
+    device = "cpu" if isinstance(model, OdeVitSsog) and not model.is_fixed_step else "meta"
+    # not torch.no_grad(), under which the counter fails on modules that take a view of a parameter
+    model = copy.deepcopy(model).requires_grad_(False).to(device)
+    # attention is counted by its definition: the counter does not know what the fused kernels of a CPU do
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(_noise(1, input_size).to(device))
+    return counter.get_total_flops() // 2
 
 
 def certificate(model: VitSsog, input_size: tuple[int, int, int]) -> Certificate:
@@ -56,17 +74,6 @@ def _patches(model: VitSsog, length: int, scale: float, axis: int) -> int:
     """An image side times a scale, rounded up to a whole number of patches, in pixels."""
     patch: Any = model.patch_embed.patch_size[axis]
     return -(-round(length * scale) // patch) * patch
-
-
-def _gmacs(model: VitSsog, input_size: tuple[int, int, int]) -> float:
-    # if no step depends on the image, shapes are enough to count, and no arithmetic is done
-    device = "cpu" if isinstance(model, OdeVitSsog) and not model.is_fixed_step else "meta"
-    # not torch.no_grad(), under which the counter fails on modules that take a view of a parameter
-    model = copy.deepcopy(model).requires_grad_(False).to(device)
-    # attention is counted by its definition: the counter does not know what the fused kernels of a CPU do
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(_noise(1, input_size).to(device))
-    return counter.get_total_flops() / 2e9
 
 
 @torch.no_grad()
