@@ -84,7 +84,7 @@ def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Ten
             total = total + error.pow(2).mean((1, 2, 3)) / square
         if penalty != "error":
             share = 0.2 if penalty == "both" else 1.0
-            total = total + share * (h * slopes[-1]).pow(2).mean((1, 2, 3)) / square
+            total = total + share * step.pow(2).mean((1, 2, 3)) / square
         x = x + step
     return model.forward_head(model.norm(x.flatten(1, 2))), total
 
@@ -336,6 +336,27 @@ def test_one_step_of_euler_has_no_error_to_penalise() -> None:
     model.eval()(batch()[0])
     with pytest.raises(ValueError, match="The model has no flow penalty"):
         build(flow_penalty="none").forward_with_penalty(batch()[0])
+
+
+@pytest.mark.parametrize("solver", ["midpoint", "heun", "rk4"])
+def test_the_penalty_keeps_no_copies_of_states(solver: str) -> None:
+    def kept(penalty: str) -> int:
+        """Bytes that backward keeps: each storage counts once."""
+        storages: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        model = timm.create_model("vit_ssog_tiny_ode", solver=solver, flow_penalty=penalty, num_classes=CLASSES)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logits = model.train()(torch.zeros(1, 3, 224, 224))
+        assert logits.requires_grad
+        return sum(storages.values())
+
+    none = kept("none")
+    assert kept("kinetic") <= 1.01 * none
+    assert none < kept("both") <= 1.05 * none
 
 
 @pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_ssog_tiny_looped", "vit_ssog_tiny_ode"])

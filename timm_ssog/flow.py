@@ -5,7 +5,7 @@ Per step of size h from a state x, with the velocity k at its stages,
 - *error*: Euler's error in the step, ``e = h (sum of b k - k_1)``, which every method of order two or higher provides.
   With one velocity per step (Euler itself, adaptive solvers, the adjoint) it is ``h / 2`` times the change of that
   velocity from one step to the next, the same to leading order;
-- *kinetic*: ``e = h k`` with the step's last velocity (Finlay et al., How to train your neural ODE, 2020).
+- *kinetic*: the whole step, ``e = h sum of b k`` (Finlay et al., How to train your neural ODE, 2020).
 
 The penalty is the sum over steps, and the mean over samples, of ``mean(e^2) / mean(x^2)``, both means over tokens and
 channels. *Both* is the sum of the two, the kinetic part by `KINETIC_SHARE`.
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from timm.models import register_notrace_function
 from torch import Tensor
+from torch.nn import functional as F
+
+from timm_ssog.runge_kutta import advance
 
 KINETIC_SHARE = 0.2
 """What the kinetic part counts beside the error: as much as it, it costs accuracy at fewer evaluations."""
@@ -38,6 +41,7 @@ def step_penalty(
     step: float,
     before: Tensor | None,
     penalty: str,
+    after: Tensor | None = None,
 ) -> Tensor | None:
     """The penalty of one step for each sample, (batch,), or None where there is nothing to measure yet.
 
@@ -48,26 +52,27 @@ def step_penalty(
         step: Its size.
         before: With a single stage, the velocity of the previous step; None in the first step.
         penalty: A name in `FLOW_PENALTIES`.
+        after: State at the end of the step, if it is known; backward keeps no second copy of it.
     """
     error_weight, kinetic_weight = FLOW_PENALTIES[penalty]
+    if after is None:
+        after = advance(state, slopes, weights, step)
     terms: list[Tensor] = []
     if error_weight and len(slopes) > 1:
-        change = (weights[0] - 1) * slopes[0].to(state.dtype)
-        for slope, weight in zip(slopes[1:], weights[1:], strict=True):
-            if weight != 0.0:
-                change = torch.add(change, slope, alpha=weight)
-        terms.append(error_weight * _mean_square(change))
+        euler = advance(state, slopes[:1], [1.0], step)
+        terms.append(error_weight * _mean_square_distance(after, euler))
     elif error_weight and before is not None:
-        terms.append(error_weight / 4 * _mean_square(slopes[0].to(state.dtype) - before))
+        terms.append((error_weight * step**2 / 4) * _mean_square_distance(slopes[0].to(state.dtype), before))
     if kinetic_weight:
-        terms.append(kinetic_weight * _mean_square(slopes[-1].to(state.dtype)))
+        terms.append(kinetic_weight * _mean_square_distance(after, state))
     if not terms:
         return None
-    return step**2 * torch.stack(terms).sum(0) / _mean_square(state).clamp_min(SMALLEST_SQUARE)
+    return torch.stack(terms).sum(0) / state.square().flatten(1).mean(1).clamp_min(SMALLEST_SQUARE)
 
 
-def _mean_square(x: Tensor) -> Tensor:
-    return x.square().flatten(1).mean(1)
+def _mean_square_distance(x: Tensor, y: Tensor) -> Tensor:
+    # backward keeps both, not their difference: states are kept anyway
+    return F.mse_loss(x, y.to(x.dtype), reduction="none").flatten(1).mean(1)
 
 
 class _Pull(torch.autograd.Function):

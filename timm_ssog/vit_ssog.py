@@ -757,8 +757,7 @@ class OdeVitSsog(VitSsog):
         if self.flow_penalty == "none":
             raise ValueError("The model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'.")
         terms: list[Tensor] = []
-        none: list[int] = []
-        state, _ = self._integrate(self.embed(x), none, self.num_steps, terms)
+        state, _ = self._integrate(self.embed(x), [], self.num_steps, terms)
         require_terms(terms, self.settings, len(self.blocks))
         return self.forward_head(self.norm(state.flatten(1, 2))), torch.stack(terms).sum(0)
 
@@ -805,8 +804,9 @@ class OdeVitSsog(VitSsog):
                     slopes.append(slope if speed is None else slope * speed)
                 state = advance(state, slopes, self.slope_weights, self.step_size)
                 if penalties is not None and not torch.jit.is_scripting():
+                    known, rule = (state if speed is None else None), self.slope_weights
                     term = step_penalty(
-                        start, full, weights=self.slope_weights, step=self.step_size, before=before, penalty=penalty
+                        start, full, weights=rule, step=self.step_size, before=before, penalty=penalty, after=known
                     )
                     before = full[0]
                     if term is not None:
