@@ -60,6 +60,13 @@ def test_fixed_step_equals_torchdiffeq(solver, mixer, dtype, bound):
 
 
 @pytest.mark.parametrize("solver", TABLEAUS)
+def test_a_tableau_has_a_weight_for_every_stage(solver):
+    tableau = TABLEAUS[solver]
+    assert [len(row) for row in tableau.stages] == list(range(len(tableau.step)))
+    assert sum(tableau.step) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("solver", TABLEAUS)
 def test_order_of_convergence_on_the_ssog_velocity(solver):
     model = build("_ode", dtype=torch.float64, horizon=2.0)
     images = photos(dtype=torch.float64)

@@ -409,7 +409,7 @@ def test_fixed_steps_with_the_adjoint(solver: str) -> None:
         differences.append(max(relative_differences(adjoint, direct).values()))
     # equal up to the error of the method, which falls with the step
     assert differences[1] < differences[0] * 0.75
-    assert differences[1] < {1: 0.1, 2: 1e-2, 4: 1e-5}[tableau.order]
+    assert differences[1] < {1: 0.1, 2: 1e-2, 3: 1e-3, 4: 1e-5}[tableau.order]
 
     states, trace = solve_fixed_adjoint(
         block.delta, x, times, Solver(solver), step_size=0.2, parameters=list(block.parameters())
@@ -600,7 +600,7 @@ def test_bad_arguments_are_refused() -> None:
                 solve(velocity, x.to(dtype), [0, 1], Solver(**good))
     with pytest.raises(ValueError, match="Did you mean 'dopri5'"):
         solve_per_sample(velocity, x, [0, 1], Solver("dopri8", rtol=1e-3, atol=1e-3, max_evaluations=100))
-    with pytest.raises(ValueError, match="must be one of 'euler', 'midpoint', 'heun', 'rk4', got 'bosh3'"):
+    with pytest.raises(ValueError, match=f"must be one of {', '.join(map(repr, TABLEAUS))}, got 'bosh3'"):
         solve_fixed_adjoint(velocity, x, [0, 1], Solver("bosh3"), step_size=1.0, parameters=[])
     with pytest.raises(ValueError, match="step_size must be"):
         solve_fixed_adjoint(velocity, x, [0, 1], Solver("heun"), step_size=-1.0, parameters=[])
