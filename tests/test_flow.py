@@ -24,17 +24,16 @@ TAPPED: list[dict[str, Any]] = [
 """Solves that show no stages, whose penalty comes from the velocity at the feature times."""
 
 
-def build(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def build(dtype: torch.dtype = torch.float32, name: str = "vit_ssog_tiny_ode", **options: Any) -> Any:
     torch.manual_seed(0)
     settings = {
-        "horizon": 3.0,
-        "solver_steps": 3,
+        **({"horizon": 3.0, "solver_steps": 3} if name.endswith("_ode") else {}),
         "pre_norm": False,
         "flow_penalty": "error",
         "flow_weight": 1.0,
         **options,
     }
-    return as_trained(timm.create_model("vit_ssog_tiny_ode", **{**SIZE, **settings})).to(dtype).train()
+    return as_trained(timm.create_model(name, **{**SIZE, **settings})).to(dtype).train()
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -208,6 +207,34 @@ def test_several_blocks_and_the_block_that_changes_between_steps() -> None:
     assert torch.allclose(model.forward_with_penalty(images)[1], total, rtol=0.5)
 
 
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_loops_have_the_gradient_of_eulers_steps(penalty: str) -> None:
+    shared = {"flow_penalty": penalty, "flow_weight": 0.7}
+    euler = build(torch.float64, solver="euler", solver_steps=3, **shared)
+    looped = build(torch.float64, name="vit_ssog_tiny_looped", loops=3, **shared)
+    looped.load_state_dict(euler.state_dict())
+    assert torch.equal(trained(looped), trained(euler))
+
+
+def test_a_loop_of_several_blocks_moves_once() -> None:
+    options = {"depth": 2, "loops": 3, "input_injection": "add", "loop_embed": True, "flow_penalty": "both"}
+    model = build(torch.float64, name="vit_ssog_tiny_looped", drop_path_rate=0.5, **options)
+    images, _ = batch(torch.float64)
+    first = x = model.embed(images)
+    total, before = torch.zeros(IMAGES, dtype=torch.float64), None
+    for loop in range(3):
+        start = x = x + model.loop_embed[loop] + first
+        for block in model.blocks:
+            x = x + block.delta(x)
+        square, move = start.pow(2).mean((1, 2, 3)), x - start
+        total += flow.KINETIC_SHARE * move.pow(2).mean((1, 2, 3)) / square
+        if before is not None:
+            total += ((move - before) / 2).pow(2).mean((1, 2, 3)) / square
+        before = move
+    assert torch.allclose(model.eval().forward_with_penalty(images)[1], total, rtol=1e-10)
+    assert torch.isfinite(trained(model.train())).all()
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"jitter": True}, {"drop_path_rate": 0.5}, {"drop_path_rate": 0.3, "jitter": True}]
 )
@@ -331,7 +358,7 @@ def test_wrong_options_say_what_was_expected(options: dict[str, Any], message: s
 
 def test_one_step_of_euler_has_no_error_to_penalise() -> None:
     model = build(solver="euler", solver_steps=3, depth=3)
-    with pytest.raises(ValueError, match=r"needs two steps per block with solver='euler'.*use flow_penalty='kinetic'"):
+    with pytest.raises(ValueError, match=r"needs two steps per block.*got 3 for 3 blocks: use flow_penalty='kinetic'"):
         model(batch()[0])
     model.eval()(batch()[0])
     with pytest.raises(ValueError, match="The model has no flow penalty"):

@@ -32,7 +32,7 @@ FLOORS = {
     "timm_ssog.arguments": 0,
     "timm_ssog.runge_kutta": 0,
     "timm_ssog.digest": 0,
-    "timm_ssog.flow": 0,
+    "timm_ssog.flow": 1,
     "timm_ssog.ops.dispatch": 1,
     # within the solves, a stair: settings and records, checks, the adjoint, solves
     "timm_ssog.ode.solver": 1,

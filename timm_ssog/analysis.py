@@ -17,8 +17,8 @@ from timm_ssog.errors import require_choice
 from timm_ssog.layers import CentreNorm, SeparableMixer, shared_kernels
 from timm_ssog.ode import PER_SAMPLE_SOLVERS, SolveTrace, join_traces
 from timm_ssog.ops.naive import dense_operator
-from timm_ssog.runge_kutta import TABLEAUS, advance
-from timm_ssog.vit_ssog import OdeVitSsog, VitSsog, as_state
+from timm_ssog.runge_kutta import TABLEAUS, advance, as_state
+from timm_ssog.vit_ssog import OdeVitSsog, VitSsog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,9 +1,11 @@
 """The flow penalty: training adds it so that a continuous model becomes the flow of its equation, not a set of steps.
 
+A looped model is Euler's method with step 1, so the same penalty makes its loops small and even.
+
 Per step of size h from a state x, with the velocity k at its stages,
 
 - *error*: Euler's error in the step, ``e = h (sum of b k - k_1)``, which every method of order two or higher provides.
-  With one velocity per step (Euler itself, adaptive solvers, the adjoint) it is ``h / 2`` times the change of that
+  With one velocity per step (Euler, loops, adaptive solvers, the adjoint) it is ``h / 2`` times the change of that
   velocity from one step to the next, the same to leading order;
 - *kinetic*: the whole step, ``e = h sum of b k`` (Finlay et al., How to train your neural ODE, 2020).
 

@@ -478,6 +478,16 @@ def _traits(mixer: SeparableMixer) -> tuple[Any, ...]:
     return mixer.amplitude.shape, mixer.convex, mixer.relative, mixer.reference_grid
 
 
+def init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
+    """Initialise a module as timm's ViT does; with ``needs_reset``, modules that can reset themselves do."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif needs_reset and hasattr(module, "reset_parameters"):
+        module.reset_parameters()  # type: ignore[operator]
+
+
 def _head_dim(dim: int, num_heads: int) -> int:
     require_positive_int("embed_dim", dim)
     require_positive_int("num_heads", num_heads)

@@ -7,7 +7,14 @@ fixed-step loop.
 from typing import NamedTuple
 
 import torch
+from timm.models import register_notrace_function
 from torch import Tensor
+
+
+@register_notrace_function
+def as_state(x: Tensor) -> Tensor:
+    """Tokens as the state of a looped or continuous model: at least float32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class Tableau(NamedTuple):

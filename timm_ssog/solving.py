@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from timm.layers import drop_path
+from timm.layers import calculate_drop_path_rates, drop_path
 from timm.models import checkpoint
 from torch import Tensor, nn
 
@@ -101,13 +101,18 @@ def _solve_block(
     return solve_adaptive(velocity, state, times, solver, parameters=parameters)
 
 
-def require_terms(terms: Sequence[Tensor], solver: Solver, blocks: int) -> None:
-    """Raise if a solve had nothing to penalise."""
+def drop_path_rates(rate: float, steps: int) -> list[float]:
+    """Stochastic depth rates that rise linearly from 0 to ``rate``."""
+    return [float(step_rate) for step_rate in calculate_drop_path_rates(rate, steps)]  # type: ignore[arg-type]
+
+
+def require_terms(terms: Sequence[Tensor], steps: int, blocks: int) -> None:
+    """Raise if there was nothing to penalise."""
     if not terms:
         raise ValueError(
-            f"flow_penalty='error' needs two steps per block with solver={solver.solver!r}, which has one velocity per "
-            f"step, got solver_steps={solver.solver_steps} for {blocks} blocks: use flow_penalty='kinetic', "
-            f"solver='midpoint' or more steps."
+            f"flow_penalty='error' needs two steps per block where a step has one velocity (a loop, solver='euler'), "
+            f"got {steps} for {blocks} blocks: use flow_penalty='kinetic' or more steps; a continuous model also takes "
+            f"solver='midpoint'."
         )
 
 

@@ -15,20 +15,12 @@ from timm.layers import (
     LayerNorm,
     LayerType,
     PatchEmbed,
-    calculate_drop_path_rates,
     drop_path,
     global_pool_nlc,
     resample_abs_pos_embed_nhwc,
     trunc_normal_,
 )
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    named_apply,
-    register_model,
-    register_notrace_function,
-)
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, named_apply, register_model
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import Tensor, nn
@@ -58,16 +50,11 @@ from timm_ssog.errors import (
     require_rate,
 )
 from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
-from timm_ssog.layers import (
-    Block,
-    kernels_ahead,
-    mixer_class,
-    shared_kernels,
-)
+from timm_ssog.layers import Block, init_weights, kernels_ahead, mixer_class, shared_kernels
 from timm_ssog.ode import SOLVER_OPTIONS, Solver, SolveTrace, TimeGrid
 from timm_ssog.ops.capture import is_captured
-from timm_ssog.runge_kutta import advance
-from timm_ssog.solving import random_speed, require_terms, solve_blocks, tap_penalties
+from timm_ssog.runge_kutta import advance, as_state
+from timm_ssog.solving import drop_path_rates, random_speed, require_terms, solve_blocks, tap_penalties
 from timm_ssog.sublayers import act_class, norm_class
 
 __all__ = ["LoopedVitSsog", "OdeVitSsog", "VitSsog"]  # register_model adds each entrypoint
@@ -77,12 +64,6 @@ torch.fx.wrap("check_image")
 torch.fx.wrap("as_state")
 torch.fx.wrap("pull_on_backward")
 torch.fx.wrap("resample_abs_pos_embed_nhwc")
-
-
-@register_notrace_function
-def as_state(x: Tensor) -> Tensor:
-    """Tokens as the state of a looped or continuous model: at least float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class VitSsog(nn.Module):
@@ -230,7 +211,7 @@ class VitSsog(nn.Module):
                     norm_layer=norm,
                     **dd,
                 )
-                for rate in _drop_path_rates(drop_path_rate, depth)
+                for rate in drop_path_rates(drop_path_rate, depth)
             ]
         )
         self._set_steps([{"module": f"blocks.{index}"} for index in range(depth)])
@@ -255,7 +236,7 @@ class VitSsog(nn.Module):
                 trunc_normal_(parameter, std=0.02)
             else:
                 nn.init.zeros_(parameter)  # the additions of the loops
-        named_apply(partial(_init_weights, needs_reset=needs_reset), self)
+        named_apply(partial(init_weights, needs_reset=needs_reset), self)
 
     @torch.jit.ignore()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -504,7 +485,64 @@ class VitSsog(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-class LoopedVitSsog(VitSsog):
+class SharedVitSsog(VitSsog):
+    """What the looped and the continuous model share: blocks in repeated use, and a penalty on how the state moves."""
+
+    def __init__(self, depth: int, flow_penalty: str, flow_weight: float, **kwargs: Any) -> None:
+        require_choice("flow_penalty", flow_penalty, tuple(FLOW_PENALTIES))
+        require_number("flow_weight", flow_weight, "0 or more, and finite", 0)
+        super().__init__(depth=depth, **kwargs)
+        self.flow_penalty = flow_penalty
+        self.flow_weight = float(flow_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (batch, in_chans, height, width) to logits (batch, num_classes).
+
+        In training, the gradient of any loss computed from the logits also carries that of the flow penalty.
+        """
+        if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
+            if torch.jit.is_scripting():
+                raise RuntimeError("A scripted model can't train with a flow penalty: create it with flow_weight=0.")
+            if not is_captured():
+                logits, penalties = self.forward_with_penalty(x)
+                return pull_on_backward(logits, penalties, self.flow_weight)
+        return self.forward_head(self.forward_features(x))
+
+    @torch.jit.ignore()
+    def forward_with_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the flow penalty with its gradient; your own training loop adds its mean to the loss.
+
+        Unlike in `forward`, the gradient of the logits does not carry the penalty, so nothing counts twice, and
+        ``flow_weight`` is not applied.
+
+        Args:
+            x: Images (batch, in_chans, height, width).
+
+        Returns:
+            (logits, penalties), with logits (batch, num_classes) and penalties (batch,).
+
+        Raises:
+            ValueError: if the model has no flow penalty, or nothing to penalise.
+        """
+        if self.flow_penalty == "none":
+            raise ValueError("The model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'.")
+        terms: list[Tensor] = []
+        state, _ = self._integrate(self.embed(x), [], self.num_steps, terms)
+        require_terms(terms, self.num_steps, len(self.blocks))
+        return self.forward_head(self.norm(state.flatten(1, 2))), torch.stack(terms).sum(0)
+
+    def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
+        """Run the first ``stop`` loops, or intervals of time; return the last state and those after ``taps``."""
+        return self._integrate(x, taps, stop, None)
+
+    def _integrate(
+        self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Evolve, and collect the penalty (batch,) of every step if there is a list for it."""
+        raise NotImplementedError
+
+
+class LoopedVitSsog(SharedVitSsog):
     """The same ``depth`` blocks applied ``loops`` times, ``depth x loops`` blocks in all (DESIGN.md, section 2).
 
     One block looped L times is Euler's method with step 1 on the continuous model, bit for bit: the two share
@@ -521,6 +559,8 @@ class LoopedVitSsog(VitSsog):
         loop_norms: bool = False,
         loop_embed: bool = False,
         input_injection: str = "none",
+        flow_penalty: str = "none",
+        flow_weight: float = 1.0,
         drop_path_rate: float = 0.0,
         device=None,
         dtype=None,
@@ -535,6 +575,9 @@ class LoopedVitSsog(VitSsog):
                 MiniViT, arXiv 2204.07154, found that shared norms destabilise shared blocks).
             loop_embed: Add a learned embedding to the tokens before every loop, initially zero.
             input_injection: ``"add"`` adds the embedded image to the tokens before every loop, ``"none"`` does not.
+            flow_penalty: What training also minimises, so that loops move the state little and evenly, as steps of
+                Euler's method (`timm_ssog.flow`): ``"error"``, ``"kinetic"``, ``"both"`` or ``"none"``.
+            flow_weight: Weight of the penalty beside a mean cross-entropy; for other losses see `timm_ssog.flow`.
             drop_path_rate: Stochastic depth rate of the last loop, rising linearly from 0.
             **kwargs: Arguments of `VitSsog`.
         """
@@ -543,7 +586,8 @@ class LoopedVitSsog(VitSsog):
         require_choice("input_injection", input_injection, ("none", "add"))
         require_bool("loop_norms", loop_norms)
         require_bool("loop_embed", loop_embed)
-        super().__init__(depth=depth, device=device, dtype=dtype, **kwargs)
+        shared = {"flow_penalty": flow_penalty, "flow_weight": flow_weight, "device": device, "dtype": dtype}
+        super().__init__(depth=depth, **shared, **kwargs)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.inject_input = input_injection == "add"
         self.drop_path_rate = drop_path_rate
@@ -564,7 +608,7 @@ class LoopedVitSsog(VitSsog):
         """
         require_positive_int("loops", loops)
         loops = int(loops)
-        self.drop_path_rates = _drop_path_rates(self.drop_path_rate, loops)
+        self.drop_path_rates = drop_path_rates(self.drop_path_rate, loops)
         self._set_steps(
             [{"module": f"blocks.{len(self.blocks) - 1}@loop{loop + 1}", "loop": loop + 1} for loop in range(loops)]
         )
@@ -583,34 +627,48 @@ class LoopedVitSsog(VitSsog):
                 kept = parameter.detach()[: self.trained_loops].clone()
                 setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
 
-    def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        """Run the first ``stop`` loops on tokens; return the last state and those after ``taps``."""
+    def _integrate(
+        self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
         dtype = x.dtype
         first = as_state(x)
         state = first
         states: list[Tensor] = []
         kernels = self._kernels(x)
+        before: Tensor | None = None
         for loop in range(stop):
             trained = min(loop, self.trained_loops - 1)
             if self.loop_embed is not None:
                 state = state + self.loop_embed[trained]
             if self.inject_input:
                 state = state + first
+            start = state
+            moves: list[Tensor] = []
             for index, block in enumerate(self.blocks):
                 modulation = self.loop_modulation[trained, index] if self.loop_modulation is not None else None
                 if self.grad_checkpointing and not torch.jit.is_scripting():
                     delta = checkpoint(block, state.to(dtype), kernels[index], modulation, residual=False)
                 else:
                     delta = block(state.to(dtype), kernels[index], modulation, residual=False)
+                moves.append(delta)
                 if self.training and self.drop_path_rates[loop] > 0.0:
                     delta = drop_path(delta, self.drop_path_rates[loop], self.training)
                 state = advance(state, [delta], [1.0], 1.0)
+            if penalties is not None and not torch.jit.is_scripting():
+                known = state if self.drop_path_rates[loop] == 0.0 else None
+                move = advance(as_state(moves[0]), moves[1:], [1.0] * len(moves), 1.0)
+                term = step_penalty(
+                    start, [move], weights=[1.0], step=1.0, before=before, penalty=self.flow_penalty, after=known
+                )
+                before = move
+                if term is not None:
+                    penalties.append(term)
             if loop in taps:
                 states.append(state.to(dtype))
         return state.to(dtype), states
 
 
-class OdeVitSsog(VitSsog):
+class OdeVitSsog(SharedVitSsog):
     """Continuous depth: ``dx/dt = delta(x)``, from the embedded image at t = 0 to t = ``horizon``.
 
     With several blocks the velocity is piecewise constant in t: each block is in force for an equal part (DESIGN.md,
@@ -663,11 +721,7 @@ class OdeVitSsog(VitSsog):
         settings = Solver(**{name: kwargs.pop(name) for name in SOLVER_OPTIONS if name in kwargs})
         if settings.adjoint or not settings.is_fixed_step:
             require_no_noise(drop_path_rate, jitter, settings.solver, settings.adjoint)
-        require_choice("flow_penalty", flow_penalty, tuple(FLOW_PENALTIES))
-        require_number("flow_weight", flow_weight, "0 or more, and finite", 0)
-        super().__init__(depth=depth, **kwargs)
-        self.flow_penalty = flow_penalty
-        self.flow_weight = float(flow_weight)
+        super().__init__(depth=depth, flow_penalty=flow_penalty, flow_weight=flow_weight, **kwargs)
         self.horizon = float(horizon)
         self.block_span = self.horizon / depth
         self.drop_path_rate = drop_path_rate
@@ -703,7 +757,7 @@ class OdeVitSsog(VitSsog):
         self.is_fixed_step = settings.is_fixed_step
         self.stages, self.slope_weights = settings.tableau.stages, settings.tableau.step
         self._lay_out(grid)
-        self.drop_path_rates = _drop_path_rates(self.drop_path_rate, grid.steps)
+        self.drop_path_rates = drop_path_rates(self.drop_path_rate, grid.steps)
 
     @torch.jit.ignore()
     def _lay_out(self, grid: TimeGrid) -> None:
@@ -724,46 +778,6 @@ class OdeVitSsog(VitSsog):
         self.blocks = self.blocks[: grid.blocks]
         self.drop_path_rates = self.drop_path_rates[:steps]
         self._lay_out(grid)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (batch, in_chans, height, width) to logits (batch, num_classes).
-
-        In training, the gradient of any loss computed from the logits also carries that of the flow penalty.
-        """
-        if self.training and self.flow_weight > 0.0 and self.flow_penalty != "none" and torch.is_grad_enabled():
-            if torch.jit.is_scripting():
-                raise RuntimeError("A scripted model can't train with a flow penalty: create it with flow_weight=0.")
-            if not is_captured():
-                logits, penalties = self.forward_with_penalty(x)
-                return pull_on_backward(logits, penalties, self.flow_weight)
-        return self.forward_head(self.forward_features(x))
-
-    @torch.jit.ignore()
-    def forward_with_penalty(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the flow penalty with its gradient; your own training loop adds its mean to the loss.
-
-        Unlike in `forward`, the gradient of the logits does not carry the penalty, so nothing counts twice, and
-        ``flow_weight`` is not applied.
-
-        Args:
-            x: Images (batch, in_chans, height, width).
-
-        Returns:
-            (logits, penalties), with logits (batch, num_classes) and penalties (batch,).
-
-        Raises:
-            ValueError: if the model has no flow penalty, or its solver no error to penalise.
-        """
-        if self.flow_penalty == "none":
-            raise ValueError("The model has no flow penalty: create it with flow_penalty='error', 'kinetic' or 'both'.")
-        terms: list[Tensor] = []
-        state, _ = self._integrate(self.embed(x), [], self.num_steps, terms)
-        require_terms(terms, self.settings, len(self.blocks))
-        return self.forward_head(self.norm(state.flatten(1, 2))), torch.stack(terms).sum(0)
-
-    def evolve(self, x: Tensor, taps: list[int], stop: int) -> tuple[Tensor, list[Tensor]]:
-        """Run the first ``stop`` feature intervals on tokens; return the last state and those at ``taps``."""
-        return self._integrate(x, taps, stop, None)
 
     def _integrate(
         self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
@@ -863,20 +877,6 @@ class OdeVitSsog(VitSsog):
         return state.to(x.dtype), [tapped.to(x.dtype) for tapped in states], traces
 
 
-def _drop_path_rates(rate: float, steps: int) -> list[float]:
-    """Stochastic depth rates that rise linearly from 0 to ``rate``."""
-    return [float(step_rate) for step_rate in calculate_drop_path_rates(rate, steps)]  # type: ignore[arg-type]
-
-
-def _init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif needs_reset and hasattr(module, "reset_parameters"):
-        module.reset_parameters()  # type: ignore[operator]
-
-
 def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     return {
         "url": url,
@@ -932,8 +932,9 @@ def _create_vit_ssog(
 
 
 # A looped model starts like the continuous one and shares its checkpoints. examples/lab/flow.py shows why these values.
-LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, "pre_norm": True}
-ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, "pre_norm": True, "flow_penalty": "both", "flow_weight": 2.0}
+FLOW_ARGS: dict[str, Any] = {"pre_norm": True, "flow_penalty": "both", "flow_weight": 2.0}
+LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, **FLOW_ARGS}
+ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, **FLOW_ARGS}
 
 
 @register_model

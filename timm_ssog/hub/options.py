@@ -18,10 +18,12 @@ def unseen_options(model: VitSsog) -> dict[str, Any]:
     if isinstance(mixer, SeparableMixer):
         options["amplitude"] = "convex" if mixer.convex else "signed"
         options["kernel_coords"] = "relative" if mixer.relative else "cells"
+    if isinstance(model, LoopedVitSsog | OdeVitSsog):
+        options |= {"flow_penalty": model.flow_penalty, "flow_weight": model.flow_weight}
     if isinstance(model, LoopedVitSsog):
         options |= {"loops": model.loops, "input_injection": "add" if model.inject_input else "none"}
     if isinstance(model, OdeVitSsog):
         names = ("solver", "rtol", "atol", "per_sample", "solver_steps")
         options |= {name: getattr(model.settings, name) for name in names}
-        options |= {name: getattr(model, name) for name in ("horizon", "flow_penalty", "flow_weight")}
+        options["horizon"] = model.horizon
     return options
