@@ -281,7 +281,7 @@ class Anytime:
     def __str__(self) -> str:
         lines = [f"{'solver':<10} {'setting':>10} {'evaluations':>20} {'top-1':>7} {'flips':>7}"]
         for row in self.rows:
-            setting = f"x {row.setting:g}" if row.least == row.most == row.evaluations else f"tol {row.setting:g}"
+            setting = f"x {row.setting:g}" if row.solver in TABLEAUS else f"tol {row.setting:g}"
             spread = "" if row.least == row.most else f" ({row.least} to {row.most})"
             lines.append(
                 f"{row.solver:<10} {setting:>10} {f'{row.evaluations:.1f}{spread}':>20} {row.accuracy:>7.1%} "

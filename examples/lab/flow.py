@@ -7,6 +7,7 @@ settings are trained as such and tested at other numbers of loops. A second call
 """
 
 import random
+import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +28,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from training import MODEL, RECIPE, create_model, train
 
 import timm_ssog
-from timm_ssog.analysis import anytime
+from timm_ssog.analysis import Anytime, AnytimeRow, anytime
 from timm_ssog.runge_kutta import TABLEAUS
 
 CONTINUOUS: dict[str, Any] = {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 12.0}
@@ -60,6 +61,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 ANYTIME_IMAGES = 200
 """Test images of the adaptive solves, which take them one by one."""
+
+TRAINED = ("midpoint", 6)
+"""The registered solver and its steps."""
 
 FOLDER: dict[str, Any] = {
     "in_chans": 3,
@@ -221,18 +225,36 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
-def anytime_table(runs: list[dict[str, Any]], setting: str = "as registered") -> str:
-    """A Markdown table of the accuracy after how many evaluations, by solver: means over the seeds of a setting."""
-    rows = [row for record in runs if record["setting"] == setting for row in record["anytime"]]
-    fixed = [row for row in rows if row["solver"] in TABLEAUS]
-    counts = sorted({int(row["evaluations"]) for row in fixed})
+def anytime_over_seeds(runs: list[dict[str, Any]], setting: str = "as registered") -> Anytime:
+    """Accuracy against evaluations, as means over the seeds of a setting."""
+    solved: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for record in runs:
+        if record["setting"] == setting:
+            for row in record["anytime"]:
+                solved.setdefault((row["solver"], row["setting"]), []).append(row)
+    rows = tuple(
+        AnytimeRow(
+            solver,
+            of,
+            statistics.mean(row["evaluations"] for row in same),
+            min(row["least"] for row in same),
+            max(row["most"] for row in same),
+            *(statistics.mean(row[name] for row in same) for name in ("accuracy", "flips")),
+        )
+        for (solver, of), same in solved.items()
+    )
+    [trained] = [row for row in rows if (row.solver, row.setting) == TRAINED]
+    return Anytime("{} x {}".format(*TRAINED), trained.evaluations, trained.accuracy, rows)
+
+
+def anytime_table(runs: list[dict[str, Any]]) -> str:
+    """A Markdown table of the accuracy after how many evaluations, by solver: means over seeds."""
+    fixed = [row for row in anytime_over_seeds(runs).rows if row.solver in TABLEAUS]
+    counts = sorted({row.least for row in fixed})
     table = []
     for solver in TABLEAUS:
-        cells = []
-        for count in counts:
-            found = [100 * r["accuracy"] for r in fixed if r["solver"] == solver and int(r["evaluations"]) == count]
-            cells.append(f"{sum(found) / len(found):.1f}" if found else "")
-        table.append([solver, *cells])
+        found = {row.least: f"{100 * row.accuracy:.1f}" for row in fixed if row.solver == solver}
+        table.append([solver, *(found.get(count, "") for count in counts)])
     return markdown_table.table(["solver, evaluations", *map(str, counts)], table)
 
 

@@ -6,6 +6,7 @@ there is replaced. ``--check`` changes nothing and fails where the page differs.
 
 import argparse
 import importlib
+import io
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import bench_report
 
+from timm_ssog.analysis import draw_anytime
 from timm_ssog.files import replace_file
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -95,6 +97,10 @@ def main(argv: list[str] | None = None) -> None:
     else:
         replace_file(PAGE, filled)
         print(f"{PAGE} now holds the tables of the results.")
+        if flow := results("flow"):
+            picture = io.BytesIO()
+            draw_anytime(importlib.import_module("flow").anytime_over_seeds(flow["runs"])).savefig(picture, dpi=120)
+            replace_file(RESULTS / "anytime.png", picture.getvalue())
 
 
 if __name__ == "__main__":
