@@ -82,7 +82,7 @@ def by_definition(model: Any, images: Tensor, penalty: str) -> tuple[Tensor, Ten
         if penalty != "kinetic" and error is not None:
             total = total + error.pow(2).mean((1, 2, 3)) / square
         if penalty != "error":
-            share = 0.2 if penalty == "both" else 1.0
+            share = 0.05 if penalty == "both" else 1.0
             total = total + share * step.pow(2).mean((1, 2, 3)) / square
         x = x + step
     return model.forward_head(model.norm(x.flatten(1, 2))), total

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 from timm_ssog.runge_kutta import advance
 
-KINETIC_SHARE = 0.2
-"""What the kinetic part counts beside the error: as much as it, it costs accuracy at fewer evaluations."""
+KINETIC_SHARE = 0.05
+"""What the kinetic part counts beside the error: without it more predictions differ, with more of it fewer evaluations
+cost more accuracy (examples/lab/flow.py)."""
 
 FLOW_PENALTIES = {"none": (0.0, 0.0), "error": (1.0, 0.0), "kinetic": (0.0, 1.0), "both": (1.0, KINETIC_SHARE)}
 """Weights of the error and of the kinetic part."""
