@@ -50,12 +50,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "attention, plain": {**PLAIN, "mixer": "attention"},
     "narrow": NARROW,
     "narrow, plain": {**PLAIN, **NARROW},
-    "loops": {**LOOPED, "pre_norm": False},
-    "loops, unit start": {**LOOPED, "pre_norm": True},
-    "loops, random": {**LOOPED, "pre_norm": True, "random_loops": True},
-    "loops, penalty": {"solver": "euler", "solver_steps": 12},
-    "narrow loops": {**LOOPED, **NARROW, "pre_norm": False},
-    "narrow loops, unit start": {**LOOPED, **NARROW, "pre_norm": True},
+    "loops": LOOPED,
+    "loops, plain": {**LOOPED, **PLAIN},
+    "loops, unit start": {**LOOPED, **PLAIN, "pre_norm": True},
+    "loops, random": {**LOOPED, "random_loops": True},
+    "narrow loops": {**LOOPED, **NARROW},
+    "narrow loops, plain": {**LOOPED, **NARROW, **PLAIN},
+    "narrow loops, unit start": {**LOOPED, **NARROW, **PLAIN, "pre_norm": True},
 }
 """Changes to the registered continuous model. ``random_loops`` is ours: it draws the number of loops for each batch."""
 
