@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
+from timm.models import save_for_hf
 
 import timm_ssog
+from timm_ssog.conversion import read_teacher, student_options
 
 MODELS = timm.list_models("vit_ssog*")
 
@@ -36,6 +39,21 @@ for name in timm.list_models("vit_ssog*"):
     test_models.test_model_forward_intermediates_features(name, 1)
     test_models.test_prune_intermediate_layers_contract(name)
     print("passed", name)
+"""
+
+# whatever they create is the model in a folder, with its weights
+CONVERTED = """
+import inspect
+import sys
+import timm
+import test_models
+
+folder = f"local-dir:{sys.argv[1]}"
+test_models.create_model = lambda name, pretrained=False, **options: timm.create_model(folder, True, **options)
+for test in sys.argv[2:]:
+    function = getattr(test_models, test)
+    function("vit_ssog_tiny", *[1] * (len(inspect.signature(function).parameters) - 1))
+    print("passed", test)
 """
 
 
@@ -88,3 +106,17 @@ def test_timms_feature_tests_pass(suite: Path) -> None:
     passed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("passed ")]
     assert passed == MODELS
     assert len(MODELS) >= 3
+
+
+def test_timms_tests_pass_on_a_converted_model(suite: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    teacher = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2)
+    student = timm.create_model("vit_ssog_tiny", **student_options(read_teacher(teacher)))
+    timm_ssog.warm_start(student, teacher, [torch.randn(8, 3, 32, 32)])
+    save_for_hf(student, str(tmp_path), model_args=student_options(read_teacher(teacher)), safe_serialization=True)
+    features = ("forward_intermediates", "forward_intermediates_features")
+    called = [*TESTS, *(f"test_model_{name}" for name in features), "test_prune_intermediate_layers_contract"]
+    tests = sorted(set(called) - {"test_model_default_cfgs_non_std"})
+    result = run("-c", CONVERTED, str(tmp_path), *tests, cwd=suite / "tests")
+    assert result.returncode == 0, result.stdout[-10000:] + result.stderr[-2000:]
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("passed ")] == tests
