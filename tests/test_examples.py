@@ -21,6 +21,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import timm_ssog
+from timm_ssog.runge_kutta import TABLEAUS
 
 pytest.importorskip("timm.task", reason="the examples train with timm.task, which this timm lacks")
 ablation: Any = importlib.import_module("ablation")
