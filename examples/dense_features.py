@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from digits import CLASSES, IMAGE_SIZE, MEAN, STD, digits
 from loading import load_folder
-from refusing import refuse, require, require_convergence
+from refusing import refuse, require, require_convergence, require_learning_rate
+from scoring import loss_on
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 from torch import Tensor, nn
 
-from timm_ssog.errors import require_positive, require_positive_int
+from timm_ssog.errors import require_positive_int
 
 CHECKPOINT = Path(__file__).parents[1] / "hub_cards" / "vit_ssog_tiny.mnist5k"
 INK = 100
@@ -94,6 +95,7 @@ def train(model: nn.Module, side: int, steps: int, batch: int, rate: float, gene
     weight = torch.ones(CLASSES + 1)
     weight[0] = BACKGROUND_WEIGHT
     model.train()
+    images = labels = torch.empty(0)
     for step in range(steps):
         images, labels = scenes("train", side, batch, generator)
         optimizer.zero_grad()
@@ -101,9 +103,10 @@ def train(model: nn.Module, side: int, steps: int, batch: int, rate: float, gene
         loss.backward()
         optimizer.step()
         scheduler.step_update(num_updates=step + 1)
-        require_convergence(model, loss.item(), f"step {step + 1}", rate)
+        require_convergence(loss.item(), f"step {step + 1}", rate)
         if (step + 1) % max(1, steps // 5) == 0:
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", flush=True)
+    require_convergence(loss_on(model, images, labels), f"step {steps}", rate)
 
 
 @torch.inference_mode()
@@ -136,7 +139,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of AdamW (default: 3e-3)")
     options = parser.parse_args(argv)
     require(parser, options, require_positive_int, "steps", "batch_size", "images")
-    require(parser, options, require_positive, "lr")
+    require(parser, options, require_learning_rate, "lr")
     for side in (options.side, *options.test_sides):
         if side < IMAGE_SIZE:
             parser.error(f"a canvas must have at least the {IMAGE_SIZE} px of a digit, got {side}")

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from image_folder import datasets, require_batch
 from loading import load_model
-from refusing import refuse, refusing, require, require_convergence, require_place
+from refusing import refuse, refusing, require, require_convergence, require_learning_rate, require_place
 from safetensors.torch import save_file
-from scoring import accuracy
+from scoring import accuracy, loss_on
 from timm.data import create_loader, resolve_data_config, resolve_model_data_config
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ParseKwargs, random_seed
 from torch import nn
 
-from timm_ssog.errors import require_count, require_number, require_positive, require_positive_int
+from timm_ssog.errors import require_count, require_number, require_positive_int
 
 LAST_SEED = 2**32 - 1
 """The largest seed that NumPy takes."""
@@ -65,19 +65,23 @@ def input_size(model: Any, side: int | None) -> tuple[int, int, int]:
 
 
 def train_epoch(model: nn.Module, loader: Any, optimizer: Any, scheduler: Any, epoch: int) -> float:
-    """Train for one epoch and return the last loss, or the first one that is not finite."""
+    """Train for one epoch.
+
+    Returns:
+        The loss of the last batch with the weights as trained, or the first loss that is not finite.
+    """
     device = next(model.parameters()).device
     model.train()
-    loss = torch.zeros(())
+    images = labels = torch.empty(0)
     for step, (images, labels) in enumerate(loader, epoch * len(loader) + 1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device), label_smoothing=0.1)
         if not loss.isfinite():
-            break
+            return loss.item()
         loss.backward()
         optimizer.step()
         scheduler.step_update(num_updates=step)
-    return loss.item()
+    return loss_on(model, images, labels)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -104,7 +108,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     require(parser, options, require_positive_int, "epochs", "batch_size")
     if options.img_size is not None:
         require(parser, options, require_positive_int, "img_size")
-    require(parser, options, require_positive, "lr")
+    require(parser, options, require_learning_rate, "lr")
     require(parser, options, require_count, "workers")
     seeds = f"an integer from 0 to {LAST_SEED}"
     require(parser, options, lambda name, seed: require_number(name, seed, seeds, 0, LAST_SEED), "seed")
@@ -162,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     best, kept = -1.0, f"{options.out} was not written."
     for epoch in range(options.epochs):
         loss = train_epoch(model, loader, optimizer, scheduler, epoch)
-        require_convergence(model, loss, f"epoch {epoch + 1}", options.lr, kept)
+        require_convergence(loss, f"epoch {epoch + 1}", options.lr, kept)
         top1 = accuracy(model, tests)
         print(f"epoch {epoch + 1} of {options.epochs}: top-1 {top1:.1f} %", flush=True)
         if top1 > best:

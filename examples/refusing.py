@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import os
 import sys
 import tempfile
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
-from torch import nn
+
+from timm_ssog.errors import require_positive
 
 EXPECTED = (
     ValueError,
@@ -26,6 +26,14 @@ EXPECTED = (
     SafetensorError,
 )
 """What timm, torch and the file system raise over a wrong option or a damaged file."""
+
+
+LARGEST_RATE = 1e30
+"""Above, AdamW's steps overflow in float32."""
+
+
+LARGEST_LOSS = 1e3
+"""A model that answers at random has a cross-entropy of the logarithm of its classes: 10 at 22,000."""
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -66,6 +74,13 @@ def require(
             parser.error(str(error))
 
 
+def require_learning_rate(name: str, value: float) -> None:
+    """Raise a ValueError unless a learning rate is positive, and small enough for single precision."""
+    require_positive(name, value)
+    if value > LARGEST_RATE:
+        raise ValueError(f"{name} must be at most {LARGEST_RATE:g}, got {value!r}. 1e-3 is usual.")
+
+
 def require_place(name: str, path: Path) -> None:
     """Refuse unless a file or folder of this path can be written; makes nothing."""
     path = path.absolute()
@@ -83,20 +98,14 @@ def require_place(name: str, path: Path) -> None:
         refuse(f"{name} must be a file that you may write, got {path}: name another, or change its permissions.")
 
 
-def require_convergence(model: nn.Module, loss: float, when: str, rate: float, kept: str = "") -> None:
-    """Refuse to go on after a loss that is not finite, or with weights that are not.
+def require_convergence(loss: float, when: str, rate: float, kept: str = "") -> None:
+    """Refuse to go on after a loss that only a model with ruined weights has.
 
     Args:
-        model: The model; its weights are looked at only if the loss is finite.
-        loss: Loss of the last step.
+        loss: A cross-entropy.
         when: The epoch or step, for the message.
         rate: The learning rate that was given.
         kept: A sentence about what was saved before.
     """
-    sign = f"loss {loss:g}"
-    if math.isfinite(loss):
-        tensors = (tensor for tensor in model.state_dict().values() if tensor.is_floating_point())
-        if all(bool(tensor.isfinite().all()) for tensor in tensors):
-            return
-        sign += ", weights not finite"
-    refuse(f"Training diverged in {when} ({sign}): lower --lr, got {rate:g}. {kept}".rstrip())
+    if not loss <= LARGEST_LOSS:
+        refuse(f"Training diverged in {when} (loss {loss:g}): lower --lr, got {rate:g}. {kept}".rstrip())

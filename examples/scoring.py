@@ -26,3 +26,11 @@ def accuracy(model: nn.Module, loader: Batches, amp: bool = False) -> float:
         right += int((logits.argmax(-1) == labels.to(device)).sum())
         total += len(labels)
     return 100 * right / total
+
+
+@torch.no_grad()
+def loss_on(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Cross-entropy of one batch, in evaluation mode."""
+    model.eval()
+    device = next(model.parameters()).device
+    return float(nn.functional.cross_entropy(model(images.to(device)), labels.to(device)))

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from image_folder import datasets, require_batch
 from loading import load_model
-from refusing import needing, refuse, refusing, require, require_convergence, require_place
-from scoring import accuracy
+from refusing import needing, refuse, refusing, require, require_convergence, require_learning_rate, require_place
+from scoring import accuracy, loss_on
 from timm.data import create_loader, create_transform, resolve_data_config
 from timm.models import save_for_hf
 from torch.utils.data import DataLoader
 
 import timm_ssog
 from timm_ssog.conversion import read_teacher, student_options
-from timm_ssog.errors import require_count, require_positive, require_positive_int
+from timm_ssog.errors import require_count, require_positive_int
 
 with needing("timm.task", "pip install --upgrade timm"):
     from timm.task import LogitDistillationTask
@@ -74,7 +74,7 @@ def finetune(student: Any, teacher: Any, loader: Any, epochs: int, rate: float) 
     optimizer = torch.optim.AdamW(student.parameters(), lr=rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, epochs * len(loader)))
     task.train()
-    loss = torch.zeros(())
+    images = labels = torch.empty(0)
     for epoch in range(epochs):
         for images, labels in loader:
             optimizer.zero_grad()
@@ -82,9 +82,9 @@ def finetune(student: Any, teacher: Any, loader: Any, epochs: int, rate: float) 
             loss.backward()
             optimizer.step()
             schedule.step()
-            if not loss.isfinite():
-                break
-        require_convergence(student, loss.item(), f"epoch {epoch + 1}", rate)
+            require_convergence(loss.item(), f"epoch {epoch + 1}", rate)
+        require_convergence(loss_on(student, images, labels), f"epoch {epoch + 1}", rate)
+        task.train()
         print(f"epoch {epoch + 1} of {epochs}")
 
 
@@ -102,7 +102,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     require(parser, options, require_count, "epochs")
     require(parser, options, require_positive_int, "batch_size")
-    require(parser, options, require_positive, "lr")
+    require(parser, options, require_learning_rate, "lr")
     return options
 
 
