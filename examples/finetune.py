@@ -43,6 +43,8 @@ class ModelOptions(ParseKwargs):
 
 def create(options: argparse.Namespace, classes: int) -> tuple[Any, dict[str, Any]]:
     """The model, and the arguments that create it again."""
+    if options.model_kwargs.get("features_only"):
+        refuse("--model-kwargs must give a classifier, got features_only: omit it.")
     arguments = {"num_classes": classes, **options.model_kwargs}
     model = load_model(options.model, options.pretrained, "omit --pretrained", **arguments)
     # such models take images of one size only; the others take this size without a word
@@ -52,15 +54,21 @@ def create(options: argparse.Namespace, classes: int) -> tuple[Any, dict[str, An
     return model, arguments
 
 
-def input_size(model: Any, side: int | None) -> tuple[int, int, int]:
-    """Channels, height and width to train with; raise if the model cannot take them."""
+def input_size(model: Any, side: int | None, classes: int) -> tuple[int, int, int]:
+    """Channels, height and width to train with; refused unless the model makes logits of such images."""
     config = resolve_model_data_config(model)
     height, width = getattr(getattr(model, "patch_embed", None), "img_size", None) or config["input_size"][1:]
     if side is not None:
         height = width = side
     size = (getattr(model, "in_chans", config["input_size"][0]), height, width)
+    if size[0] not in (1, 3):
+        refuse(f"Expected a model of grey (1) or colour images (3 channels), got in_chans={size[0]}: name another.")
     with refusing(f"use images of {height} x {width}", "Choose another --img-size."), torch.no_grad():
-        model.eval()(torch.zeros(1, *size))
+        logits = model.eval()(torch.zeros(1, *size))
+    if logits.shape != (1, classes):
+        refuse(
+            f"Expected a model that gives {classes} logits per image, got {list(logits.shape[1:])}: omit global_pool."
+        )
     return size
 
 
@@ -145,8 +153,9 @@ def main(argv: list[str] | None = None) -> None:
     random_seed(options.seed)
     train, validation = datasets(options.data)
     require_batch(options.batch_size, len(train))
-    model, created = create(options, len(train.reader.class_to_idx))
-    size = input_size(model, options.img_size)
+    classes = len(train.reader.class_to_idx)
+    model, created = create(options, classes)
+    size = input_size(model, options.img_size, classes)
     model.to(options.device)
     train.input_img_mode = validation.input_img_mode = "L" if size[0] == 1 else "RGB"
     config = resolve_data_config({"input_size": size}, model=model)
@@ -173,7 +182,8 @@ def main(argv: list[str] | None = None) -> None:
             best, kept = top1, f"{options.out} holds epoch {epoch + 1} (top-1 {top1:.1f} %)."
             save(model, options.out)
     if tuple(resolve_model_data_config(model)["input_size"]) != size:
-        created["pretrained_cfg_overlay"] = {"input_size": size}  # so that evaluation resizes images as training did
+        # so that evaluation resizes images as training did
+        created["pretrained_cfg_overlay"] = {**created.get("pretrained_cfg_overlay", {}), "input_size": size}
     print(f"best: {best:.1f} %")
     kwargs = "".join(f", {name}={value!r}" for name, value in created.items())
     print(f"timm.create_model({options.model!r}{kwargs}, checkpoint_path={str(options.out)!r})")

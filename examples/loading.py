@@ -11,7 +11,7 @@ import timm_ssog  # noqa: F401  registers the models
 
 
 def load_model(
-    name: str, pretrained: bool = False, weightless: str = "name a model that has some", **options: Any
+    name: str, pretrained: bool = False, weightless: str = "name a model that has some", /, **options: Any
 ) -> Any:
     """Create a model through timm.
 
@@ -43,4 +43,4 @@ def load_model(
 
 def load_folder(folder: Path, **options: Any) -> Any:
     """Load a model with its weights from a folder; otherwise as `load_model`."""
-    return load_model(f"local-dir:{folder}", pretrained=True, **options)
+    return load_model(f"local-dir:{folder}", True, **options)

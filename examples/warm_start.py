@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.epochs:
         require_batch(options.batch_size, len(train))
     names = list(train.reader.class_to_idx)
-    teacher: Any = load_model(options.teacher, pretrained=True).eval()
+    teacher: Any = load_model(options.teacher, True).eval()
     with refusing(f"convert {options.teacher}", "Name another TEACHER."):
         student_arguments = student_options(read_teacher(teacher))
     if options.keep_head and teacher.num_classes != len(names):

@@ -376,6 +376,10 @@ def tiny(folder: Path, name: str, *extra: str) -> list[str]:
         (["--model-kwargs", "num_components"], "--model-kwargs takes NAME=VALUE, got 'num_components'"),
         (["--model-kwargs", "num_components=-1"], "num_components must be an integer of at least 1, got -1"),
         (["--model-kwargs", "num_classes=5"], "--model-kwargs takes no num_classes"),
+        (["--model-kwargs", "pretrained=True"], "multiple values for keyword argument 'pretrained'"),
+        (["--model-kwargs", "features_only=True"], "must give a classifier"),
+        (["--model-kwargs", "in_chans=2"], "got in_chans=2"),
+        (["--model-kwargs", "global_pool="], "gives 3 logits per image, got [2, 2, 3]"),
         (["--model", "vit_ssog_tiny_ode", "--model-kwargs", "solver=ralston"], "solver must be one of 'euler'"),
     ],
 )
@@ -484,7 +488,14 @@ def test_only_the_digits_need_the_package_that_brings_them():
 @pytest.fixture
 def teacher(tmp_path: Path) -> str:
     """A tiny ViT of timm, saved as timm saves models."""
-    shape = {"img_size": 28, "patch_size": 7, "embed_dim": 16, "depth": 1, "num_heads": 2, "in_chans": 1}
+    shape: dict[str, Any] = {
+        "img_size": 28,
+        "patch_size": 7,
+        "embed_dim": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "in_chans": 1,
+    }
     overlay = {"input_size": (1, 28, 28), "mean": digits.MEAN, "std": digits.STD}
     model = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=10, pretrained_cfg_overlay=overlay)
     save_for_hf(model, str(tmp_path / "teacher"), model_args=shape, safe_serialization=True)
