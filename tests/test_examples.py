@@ -379,7 +379,7 @@ def tiny(folder: Path, name: str, *extra: str) -> list[str]:
         (["--model-kwargs", "pretrained=True"], "multiple values for keyword argument 'pretrained'"),
         (["--model-kwargs", "features_only=True"], "must give a classifier"),
         (["--model-kwargs", "in_chans=2"], "got in_chans=2"),
-        (["--model-kwargs", "global_pool="], "gives 3 logits per image, got [2, 2, 3]"),
+        (["--model-kwargs", "global_pool="], "gives 3 logits per image, got [4, 3]"),
         (["--model", "vit_ssog_tiny_ode", "--model-kwargs", "solver=ralston"], "solver must be one of 'euler'"),
     ],
 )
