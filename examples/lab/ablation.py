@@ -22,9 +22,10 @@ from runs import (
     run_all,
     run_options,
 )
+from scoring import accuracy
 from timm.utils import random_seed
 from torch.nn import functional as F
-from training import MODEL, RECIPE, accuracy, create_model, train
+from training import MODEL, RECIPE, create_model, train
 
 # spelt out, so that the results keep their meaning when the package's defaults change
 DEFAULT: dict[str, Any] = {

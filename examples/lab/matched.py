@@ -28,10 +28,11 @@ from runs import (
     run_all,
     run_options,
 )
+from scoring import Batches, accuracy
 from timm.data import create_dataset, create_loader
 from timm.utils import random_seed
 from torch import nn
-from training import MODEL, RECIPE, Batches, accuracy, create_model, train
+from training import MODEL, RECIPE, create_model, train
 
 WIDTHS: dict[str, dict[str, Any]] = {
     "tiny": {"embed_dim": 16, "num_heads": 2},

@@ -15,8 +15,9 @@ import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
 from runs import parse_counts, plus_minus, provenance, results_file, run_all, run_options
+from scoring import accuracy
 from timm.utils import random_seed
-from training import MODEL, RECIPE, accuracy, create_model, train
+from training import MODEL, RECIPE, create_model, train
 
 from timm_ssog.analysis import ode_report
 

@@ -20,10 +20,11 @@ import timm
 import torch
 from runs import OUTPUT, mean_spread, parse_counts, provenance, results_file, run_all, run_options
 from safetensors.torch import load_file, save_file
+from scoring import accuracy
 from small_images import Images, TestBatches, TrainingBatches, cifar_images, digit_images
 from timm.task import LogitDistillationTask
 from timm.utils import random_seed
-from training import RECIPE, accuracy, train
+from training import RECIPE, train
 
 import timm_ssog
 from timm_ssog.conversion import read_teacher, student_options
