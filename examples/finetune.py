@@ -13,7 +13,7 @@ import torch
 from image_folder import datasets, require_batch
 from loading import load_model
 from refusing import refuse, refusing, require, require_convergence, require_learning_rate, require_place
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from scoring import accuracy, loss_on
 from timm.data import create_loader, resolve_data_config, resolve_model_data_config
 from timm.optim import create_optimizer_v2
@@ -22,6 +22,7 @@ from timm.utils import ParseKwargs, random_seed
 from torch import nn
 
 from timm_ssog.errors import require_count, require_number, require_positive_int
+from timm_ssog.files import replace_file
 
 LAST_SEED = 2**32 - 1
 """The largest seed that NumPy takes."""
@@ -143,7 +144,7 @@ def require_device(device: str) -> None:
 def save(model: nn.Module, out: Path) -> None:
     with refusing(f"write {out}", "Name another OUT."):
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
+        replace_file(out, serialise({name: tensor.contiguous() for name, tensor in model.state_dict().items()}))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ import tarfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -111,7 +112,7 @@ def test_timms_feature_tests_pass(suite: Path) -> None:
 def test_timms_tests_pass_on_a_converted_model(suite: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     teacher = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2)
-    student = timm.create_model("vit_ssog_tiny", **student_options(read_teacher(teacher)))
+    student: Any = timm.create_model("vit_ssog_tiny", **student_options(read_teacher(teacher)))
     timm_ssog.warm_start(student, teacher, [torch.randn(8, 3, 32, 32)])
     save_for_hf(student, str(tmp_path), model_args=student_options(read_teacher(teacher)), safe_serialization=True)
     features = ("forward_intermediates", "forward_intermediates_features")
