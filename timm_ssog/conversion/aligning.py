@@ -11,7 +11,7 @@ from timm_ssog.conversion.copying import has_same_head
 from timm_ssog.conversion.teachers import Teacher, after_mixing, after_mlp, attend
 from timm_ssog.vit_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
 
-RATE = 5e-4
+RATE = 1e-3
 STEP_IMAGES = 10
 """Images per step: many small steps come closer to the teacher than few large ones in the same time."""
 
