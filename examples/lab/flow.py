@@ -213,7 +213,7 @@ def table(runs: list[dict[str, Any]]) -> str:
                 cells.append(plus_minus(values, digits))
             rows.append([setting, len(of_setting), *cells])
     names = ["top-1", "top-1 of the exact flow", "drift, logit spreads", "predictions that differ, %"]
-    tables = [markdown_table.table(["setting", "seeds", *names, "midpoint x 3", "rk4 x 3"], rows)]
+    tables = [markdown_table.table(["setting", "seeds", *names, "midpoint x 3", "rk4 x 3"], rows)] if rows else []
     looped = [record for record in runs if "by_loops" in record]
     if looped:
         counts = list(looped[0]["by_loops"])

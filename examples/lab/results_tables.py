@@ -23,7 +23,12 @@ PAGE = RESULTS / "README.md"
 EXPERIMENTS = ("ablation", "exported_speed", "flow", "matched", "solvers")
 """Scripts whose ``table`` makes Markdown of the runs in the results file of their name, and ``setup`` a sentence."""
 
-OTHER_RUNS = {"flow-16-epochs": "flow", "flow-cifar10": "flow"}
+OTHER_RUNS = {
+    "flow-16-epochs": "flow",
+    "flow-cifar10": "flow",
+    "flow-loops": "flow",
+    "warm-start-digits": "warm_start_results",
+}
 """Further results files, and the script that they come from."""
 
 REGION = re.compile(r"^<!-- table: (.+?) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
