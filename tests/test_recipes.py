@@ -4,16 +4,19 @@ import argparse
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
+from timm.data.auto_augment import rand_augment_transform
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2
 
@@ -66,6 +69,18 @@ def test_train_parses(path: Path) -> None:
         for one in value if isinstance(value, list) else [value]:
             expected = {"int": int, "float": (int, float), "str": str}.get(result["types"].get(key, ""), object)
             assert isinstance(one, expected), f"{key}: {one!r} is no {result['types'].get(key)}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_augments_within_what_pillow_accepts(path: Path) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    image = Image.new("RGB", (2, 2))
+    operations = rand_augment_transform(recipe(path)["aa"], {"img_mean": (124, 116, 104)}).ops
+    assert "PosterizeIncreasing" in {operation.name for operation in operations}
+    for operation in operations:
+        for _ in range(1000):  # with a magnitude of 10, one call in 90 of posterize fails
+            operation(image)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -68,7 +68,7 @@ DATASET_RECIPE: dict[str, Any] = {
     "epochs": 100,
     "img_size": 224,
     "drop_path_rate": 0.1,
-    "auto_augment": "rand-m9-mstd0.5-inc1",
+    "auto_augment": "rand-m9-mmax9-mstd0.5-inc1",  # magnitude 10 asks posterize for 0 bits, which Pillow 13 refuses
 }
 
 Loader = Callable[[str, int], Batches]
