@@ -134,6 +134,9 @@ def test_changed_predictions_and_the_cost_of_half_the_evaluations_were_measured(
         f"After four epochs {few} % of the predictions then change, after 16 epochs {many} %; halving the evaluations "
         f"costs {few_cost} and {many_cost} points"
     ) in " ".join(README.read_text().split())
+    loops = runs("flow-loops")
+    top1 = [mean(run["accuracy"] for run in loops if run["setting"] == of) for of in ("loops", "loops, unit start")]
+    assert "Looped models have it too ({} instead of {} % on digits).".format(*top1) in README.read_text()
 
 
 def test_parameters_in_the_tables_were_counted():

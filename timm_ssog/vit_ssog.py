@@ -539,7 +539,7 @@ class SharedVitSsog(VitSsog):
         self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Evolve, and collect the penalty (batch,) of every step if there is a list for it."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: loops and solvers step in their own ways
 
 
 class LoopedVitSsog(SharedVitSsog):
@@ -630,7 +630,7 @@ class LoopedVitSsog(SharedVitSsog):
     def _integrate(
         self, x: Tensor, taps: list[int], stop: int, penalties: list[Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        dtype = x.dtype
+        dtype, penalty = x.dtype, self.flow_penalty
         first = as_state(x)
         state = first
         states: list[Tensor] = []
@@ -650,16 +650,15 @@ class LoopedVitSsog(SharedVitSsog):
                     delta = checkpoint(block, state.to(dtype), kernels[index], modulation, residual=False)
                 else:
                     delta = block(state.to(dtype), kernels[index], modulation, residual=False)
-                moves.append(delta)
+                if penalties is not None:
+                    moves.append(delta)
                 if self.training and self.drop_path_rates[loop] > 0.0:
                     delta = drop_path(delta, self.drop_path_rates[loop], self.training)
                 state = advance(state, [delta], [1.0], 1.0)
             if penalties is not None and not torch.jit.is_scripting():
                 known = state if self.drop_path_rates[loop] == 0.0 else None
                 move = advance(as_state(moves[0]), moves[1:], [1.0] * len(moves), 1.0)
-                term = step_penalty(
-                    start, [move], weights=[1.0], step=1.0, before=before, penalty=self.flow_penalty, after=known
-                )
+                term = step_penalty(start, [move], weights=[1.0], step=1.0, before=before, penalty=penalty, after=known)
                 before = move
                 if term is not None:
                     penalties.append(term)
