@@ -56,6 +56,10 @@ _SLOPES: dict[type[nn.Module], float] = {
 _NOT_LIPSCHITZ = (
     "dot-product self-attention is not globally Lipschitz (Kim, Papamakarios and Mnih, ICML 2021, arXiv 2006.04710)"
 )
+_STEERED = (
+    "with steering={!r} the kernels depend on the tokens: what is mixed is multiplied by a function of the tokens, and "
+    "a product of two functions of an unbounded input has no global Lipschitz constant"
+)
 _BOUNDED_INPUT = (
     "; after a LayerNorm, whose output is bounded, a finite constant does exist, but it is not a product of parts and "
     "is not computed here"
@@ -283,7 +287,8 @@ def certify_block(
     mixer: Any = block.mixer
     mlp: Any = block.mlp
     scale1, scale2 = (modulation[0], modulation[2]) if modulation is not None else (None, None)
-    operator = operator_norm(mixer, grid_height, grid_width) if isinstance(mixer, SeparableMixer) else None
+    fixed = isinstance(mixer, SeparableMixer) and mixer.steering == "none"
+    operator = operator_norm(mixer, grid_height, grid_width) if fixed else None
     reasons = [
         _reason_of_norm(block.norm1),
         _reason_of_mixer(block),
@@ -545,6 +550,8 @@ def _reason_of_norm(norm: nn.Module) -> str | None:
 
 
 def _reason_of_mixer(block: Block) -> str | None:
+    if isinstance(block.mixer, SeparableMixer) and block.mixer.steering != "none":
+        return _STEERED.format(block.mixer.steering) + (_BOUNDED_INPUT if isinstance(block.norm1, nn.LayerNorm) else "")
     if isinstance(block.mixer, SeparableMixer | IdentityMixer):
         return None
     if isinstance(block.mixer, AttentionMixer):

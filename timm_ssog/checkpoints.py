@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from timm_ssog.arguments import pair
 from timm_ssog.digest import check_digests
-from timm_ssog.layers import SeparableMixer, grid_of_digits
+from timm_ssog.layers import first_separable, grid_of_digits
 from timm_ssog.sublayers import warn_of_other_layers
 
 GRIDS = ("mixer.reference_grid", "mixer._extra_state")
@@ -73,8 +73,8 @@ def _unseen_by_shape(model: Any) -> dict[str, Any]:
     """Options that change what the same tensors compute, and that only retraining can change."""
     block: Any = model.blocks[0]
     options: dict[str, Any] = {"norm_layer": block.norm1, "act_layer": block.mlp.act}
-    if isinstance(block.mixer, SeparableMixer):
-        options["amplitude"] = "convex" if block.mixer.convex else "signed"
+    if mixer := first_separable(model.blocks):
+        options |= {"amplitude": "convex" if mixer.convex else "signed", "steering": mixer.steering}
     if hasattr(model, "inject_input"):
         options["input_injection"] = "add" if model.inject_input else "none"
     return options

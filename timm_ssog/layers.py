@@ -5,8 +5,7 @@ Tokens travel as (batch, height, width, channels), so the grid is always known a
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from timm_ssog.ops.gaussian import stretched_kernels
 
 AMPLITUDES = ("signed", "convex")
 KERNEL_COORDS = ("relative", "cells")
-MIXERS = ("ssog", "attention", "identity")
 
 WIDTH_MIN = 0.25
 """Narrowest standard deviation of a component, in cells of the reference grid."""
@@ -128,6 +126,8 @@ class SeparableMixer(nn.Module):
         ValueError: if an option is unknown, ``dim`` is not divisible by ``num_heads``, or a count is below one.
     """
 
+    steering = "none"
+    lends_kernels = True
     convex: Final[bool]
     relative: Final[bool]
     reference_grid: tuple[int, int]
@@ -234,6 +234,12 @@ class SeparableMixer(nn.Module):
         return self.proj_drop(self.proj(x))
 
 
+def first_separable(blocks: Iterable[nn.Module]) -> SeparableMixer | None:
+    """The first SSoG mixer of the blocks, whose options all of them share; None if there is none."""
+    mixers = (block.mixer for block in blocks)
+    return next((mixer for mixer in mixers if isinstance(mixer, SeparableMixer)), None)
+
+
 class AttentionMixer(nn.Module):
     """The dense twin: multi-head self-attention over all tokens of the grid, with timm's switch for the fused kernel.
 
@@ -286,24 +292,6 @@ class IdentityMixer(nn.Module):
     def forward(self, x: Tensor, kernels: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Project each token of (batch, height, width, dim) by itself."""
         return self.proj_drop(self.proj(self.value(x)))
-
-
-def mixer_class(mixer: str, num_heads: int, grid_size: tuple[int, int], **kernels: Any) -> Callable[..., nn.Module]:
-    """A function that builds the mixers of a model, given ``dim`` and their other options.
-
-    Args:
-        mixer: One of `MIXERS`.
-        num_heads: Heads of a mixer that has heads.
-        grid_size: Reference grid of a `SeparableMixer`.
-        **kernels: Its other options.
-
-    Raises:
-        ValueError: if there is no such mixer.
-    """
-    require_choice("mixer", mixer, MIXERS)
-    if mixer == "ssog":
-        return partial(SeparableMixer, num_heads=num_heads, grid_size=grid_size, **kernels)
-    return partial(AttentionMixer, num_heads=num_heads) if mixer == "attention" else IdentityMixer
 
 
 class CentreNorm(nn.Module):
@@ -438,7 +426,7 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
     mixers: list[SeparableMixer] = []
     room = AHEAD_BYTES
     for block in blocks:
-        if not _lends_parameters(block, x):
+        if not _lends_parameters(block, x) or type(block.mixer).kernels is not SeparableMixer.kernels:
             break
         mixer: Any = block.mixer
         room -= mixer.amplitude.numel() * (height * height + width * width) * 4
@@ -462,8 +450,8 @@ def kernels_ahead(blocks: Sequence[nn.Module], x: Tensor) -> list[tuple[Tensor, 
 
 def _lends_parameters(block: nn.Module, x: Tensor) -> bool:
     """Whether a block's kernels can be built outside its forward: nothing wraps it, and its parameters are here."""
-    # not isinstance: a wrapped or sharded block derives from this class, and has its parameters only in its forward
-    if type(block) is not Block or type(block.mixer) is not SeparableMixer:
+    # by the very class: that of a wrapped or sharded block derives from it, and has parameters only in its forward
+    if type(block) is not Block or not vars(type(block.mixer)).get("lends_kernels", False):
         return False
     if not all(name in block.mixer._parameters for name in ("offset", "width", "amplitude")):
         return False  # computed from others when the mixer is called, as by torch.nn.utils.prune
@@ -481,7 +469,10 @@ def _traits(mixer: SeparableMixer) -> tuple[Any, ...]:
 def init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
     """Initialise a module as timm's ViT does; with ``needs_reset``, modules that can reset themselves do."""
     if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
+        if name.endswith("mixer.steer"):  # a steered mixer starts as a fixed one
+            nn.init.zeros_(module.weight)
+        else:
+            trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif needs_reset and hasattr(module, "reset_parameters"):

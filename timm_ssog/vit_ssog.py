@@ -4,7 +4,7 @@ Source: 'Beyond Quadratic Attention: Separable Gaussian Operators for ODE Vision
 The operator is defined in `timm_ssog.ops`, the block in `timm_ssog.layers`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,16 +41,15 @@ from timm_ssog.arguments import (
 from timm_ssog.checkpoints import checkpoint_filter_fn, require_same_norm, require_sound
 from timm_ssog.digest import without_digests
 from timm_ssog.errors import (
-    require_bool,
     require_choice,
     require_count,
     require_number,
     require_positive,
     require_positive_int,
-    require_rate,
 )
 from timm_ssog.flow import FLOW_PENALTIES, pull_on_backward, step_penalty
-from timm_ssog.layers import Block, init_weights, kernels_ahead, mixer_class, shared_kernels
+from timm_ssog.hybrid import mixer_layers
+from timm_ssog.layers import Block, init_weights, kernels_ahead, shared_kernels
 from timm_ssog.ode import SOLVER_OPTIONS, Solver, SolveTrace, TimeGrid
 from timm_ssog.ops.capture import is_captured
 from timm_ssog.runge_kutta import advance, as_state
@@ -89,7 +88,8 @@ class VitSsog(nn.Module):
         depth: int = 12,
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
-        mixer: str = "ssog",
+        mixer: str | Sequence[str] = "ssog",
+        steering: str = "none",
         num_components: int = 4,
         amplitude: str = "signed",
         kernel_coords: str = "relative",
@@ -123,7 +123,9 @@ class VitSsog(nn.Module):
             depth: Blocks.
             num_heads: Heads, each with its own kernels.
             mlp_ratio: Hidden channels of the MLP over ``embed_dim``.
-            mixer: ``"ssog"``, its dense twin ``"attention"``, or ``"identity"`` (mixes nothing: the speed ceiling).
+            mixer: ``"ssog"``, its dense twin ``"attention"``, or ``"identity"`` (mixes nothing: the speed ceiling); or
+                for a hybrid a name per block, in short ``"ssog*9+attention*3"``.
+            steering: ``"none"``, or how kernels listen to the content: ``"value"``, ``"amplitude"`` or ``"shift"``.
             num_components: Gaussians per head.
             amplitude: ``"signed"`` (free weights) or ``"convex"`` (softmax of logits).
             kernel_coords: ``"relative"`` (kernels stretch with the grid) or ``"cells"`` (their reach stays in cells).
@@ -198,7 +200,7 @@ class VitSsog(nn.Module):
             "init_width": init_width,
             "init_offset": init_offset,
         }
-        mixer_layer = mixer_class(mixer, num_heads, grid_size, **kernels)
+        mixers = mixer_layers(mixer, depth, num_heads, grid_size, steering, **kernels)
         self.blocks = nn.Sequential(
             *[
                 Block(
@@ -211,7 +213,7 @@ class VitSsog(nn.Module):
                     norm_layer=norm,
                     **dd,
                 )
-                for rate in drop_path_rates(drop_path_rate, depth)
+                for mixer_layer, rate in zip(mixers, drop_path_rates(drop_path_rate, depth), strict=True)
             ]
         )
         self._set_steps([{"module": f"blocks.{index}"} for index in range(depth)])
@@ -582,10 +584,9 @@ class LoopedVitSsog(SharedVitSsog):
             **kwargs: Arguments of `VitSsog`.
         """
         require_positive_int("loops", loops)
-        require_rate("drop_path_rate", drop_path_rate)
+        require_rates(drop_path_rate=drop_path_rate)
         require_choice("input_injection", input_injection, ("none", "add"))
-        require_bool("loop_norms", loop_norms)
-        require_bool("loop_embed", loop_embed)
+        require_bools(loop_norms=loop_norms, loop_embed=loop_embed)
         shared = {"flow_penalty": flow_penalty, "flow_weight": flow_weight, "device": device, "dtype": dtype}
         super().__init__(depth=depth, **shared, **kwargs)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -714,9 +715,9 @@ class OdeVitSsog(SharedVitSsog):
                 ``per_sample``, ``max_evaluations``) and arguments of `VitSsog`.
         """
         require_no_dropout(proj_drop_rate)
-        require_rate("drop_path_rate", drop_path_rate)
+        require_rates(drop_path_rate=drop_path_rate)
         require_positive("horizon", horizon)
-        require_bool("jitter", jitter)
+        require_bools(jitter=jitter)
         settings = Solver(**{name: kwargs.pop(name) for name in SOLVER_OPTIONS if name in kwargs})
         if settings.adjoint or not settings.is_fixed_step:
             require_no_noise(drop_path_rate, jitter, settings.solver, settings.adjoint)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from timm_ssog import LoopedVitSsog, OdeVitSsog, VitSsog
-from timm_ssog.layers import SeparableMixer
+from timm_ssog.layers import first_separable
 
 
 def unseen_options(model: VitSsog) -> dict[str, Any]:
@@ -14,8 +14,8 @@ def unseen_options(model: VitSsog) -> dict[str, Any]:
     An export spells them out, so that a published model stays the same when a release changes their defaults.
     """
     options: dict[str, Any] = {"pre_norm": not isinstance(model.norm_pre, nn.Identity)}
-    mixer = model.blocks[0].mixer
-    if isinstance(mixer, SeparableMixer):
+    if mixer := first_separable(model.blocks):
+        options["steering"] = mixer.steering
         options["amplitude"] = "convex" if mixer.convex else "signed"
         options["kernel_coords"] = "relative" if mixer.relative else "cells"
     if isinstance(model, LoopedVitSsog | OdeVitSsog):

@@ -27,3 +27,21 @@ def separable_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor) -
     operator = dense_operator(row_kernels, column_kernels).to(values.dtype)
     tokens = values.flatten(1, 2)
     return torch.einsum("hnk,bkhd->bnhd", operator, tokens).reshape(values.shape)
+
+
+def amplitude_mix(values: Tensor, row_kernels: Tensor, column_kernels: Tensor, weights: Tensor) -> Tensor:
+    """The definition of `timm_ssog.ops.steered.amplitude_mix`, in one contraction."""
+    return torch.einsum("bijhm,hmik,hmjl,bklhd->bijhd", weights, row_kernels, column_kernels, values)
+
+
+def shift_mix(
+    values: Tensor, offsets: list[Tensor], sigmas: list[Tensor], amplitude: Tensor, stretches: list[Tensor]
+) -> Tensor:
+    """The definition of `timm_ssog.ops.steered.shift_mix`: the kernels of all tokens, and one contraction."""
+    axes = []
+    for axis, (offset, sigma, stretch) in enumerate(zip(offsets, sigmas, stretches, strict=True)):
+        cells = torch.arange(values.shape[1 + axis], dtype=values.dtype)
+        of_query = cells.reshape([-1, 1, 1, 1, 1] if axis == 0 else [-1, 1, 1, 1])
+        distance = ((cells - of_query) / stretch - offset[..., None]) / sigma[..., None]
+        axes.append(torch.softmax(-0.5 * distance**2, -1))
+    return torch.einsum("hm,bilhmk,bijhml,bklhd->bijhd", amplitude, axes[0], axes[1], values)
