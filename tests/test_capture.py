@@ -26,6 +26,9 @@ each_mixer = pytest.mark.parametrize("mixer", ["ssog", "attention"])
 MODELS: dict[str, dict[str, Any]] = {
     "discrete": {"name": "vit_ssog_tiny", "depth": 1},
     "twin": {"name": "vit_ssog_tiny", "depth": 1, "mixer": "attention"},
+    "value": {"name": "vit_ssog_tiny", "depth": 1, "steering": "value"},
+    "amplitude": {"name": "vit_ssog_tiny", "depth": 1, "steering": "amplitude"},
+    "shift": {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 2.0, "solver_steps": 1, "steering": "shift"},
     "looped": {
         "name": "vit_ssog_tiny_looped",
         "depth": 1,
@@ -51,16 +54,35 @@ def assert_same_logits(captured: Callable[[Tensor], Tensor], model: torch.nn.Mod
             torch.testing.assert_close(captured(images), model(images), rtol=1e-5, atol=1e-6)
 
 
+def steered(model: Any) -> Any:
+    """The model, listening to the content if it can: what it hears starts as zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mixer.steer" in name:
+                parameter.normal_(std=0.2)
+    return model
+
+
 def gradients(model: torch.nn.Module, run: Callable[[Tensor], Tensor], images: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     run(images).square().sum().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@each_mixer
-@pytest.mark.parametrize("options", [{}, {"dynamic_img_pad": True}, {"amplitude": "convex", "kernel_coords": "cells"}])
-def test_torchscript(build: Build, mixer: str, options: dict[str, Any]) -> None:
-    model = build(mixer=mixer, depth=1, **options)
+SCRIPTED: list[dict[str, Any]] = [
+    *({"steering": steering} for steering in ("value", "amplitude", "shift")),
+    {"steering": "shift", "amplitude": "convex", "kernel_coords": "cells"},
+    *(
+        {"mixer": mixer, **options}
+        for mixer in ("ssog", "attention")
+        for options in ({}, {"dynamic_img_pad": True}, {"amplitude": "convex", "kernel_coords": "cells"})
+    ),
+]
+
+
+@pytest.mark.parametrize("options", SCRIPTED)
+def test_torchscript(build: Build, options: dict[str, Any]) -> None:
+    model = steered(build(depth=1, **options))
     scripted: Any = torch.jit.script(model)
     sizes = [*SIZES, (2, 3, 8, 16), (2, 3, 33, 41)] if "dynamic_img_pad" in options else SIZES
     assert_same_logits(scripted, model, sizes)
@@ -100,7 +122,7 @@ def test_fx(build: Build, mixer: str) -> None:
 
 @each_model
 def test_plain_fx_and_torchvisions_extractor(build: Build, options: dict[str, Any]) -> None:
-    model = build(**options)
+    model = steered(build(**options))
     traced = torch.fx.symbolic_trace(model)
     extractor = torchvision.models.feature_extraction.create_feature_extractor(
         model, {"norm": "last", "head": "logits"}
@@ -114,7 +136,7 @@ def test_plain_fx_and_torchvisions_extractor(build: Build, options: dict[str, An
 
 @each_model
 def test_compile_in_one_graph(build: Build, options: dict[str, Any]) -> None:
-    model = build(**options)
+    model = steered(build(**options))
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     assert_same_logits(compiled, model, SIZES[:2])
 
@@ -122,7 +144,7 @@ def test_compile_in_one_graph(build: Build, options: dict[str, Any]) -> None:
 @each_model
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_training_step(build: Build, options: dict[str, Any], dynamic: bool | None) -> None:
-    model = build(**options).train()
+    model = steered(build(**options)).train()
     images = torch.randn(2, 3, 48, 40)
     expected = gradients(model, model, images)
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -168,7 +190,7 @@ def any_size() -> tuple[dict[int, Any]]:
 
 @each_model
 def test_export_for_any_batch_height_and_width(build: Build, options: dict[str, Any], tmp_path: Path) -> None:
-    model = build(**options)
+    model = steered(build(**options))
     # the grid of the position embedding itself: nothing of the example may be baked in
     program = torch.export.export(model, (torch.randn(2, 3, 32, 32),), dynamic_shapes=any_size())
     assert_same_logits(program.module(), model)
@@ -184,7 +206,7 @@ def test_export_for_any_batch_height_and_width(build: Build, options: dict[str, 
 
 @each_model
 def test_export_from_an_example_of_one(build: Build, options: dict[str, Any]) -> None:
-    model = build(**options)
+    model = steered(build(**options))
     # without this torch setting no model has a dynamic batch from such an example; torch.onnx.export turns it on
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         program = torch.export.export(model, (torch.randn(1, 3, 32, 32),), dynamic_shapes=any_size())
@@ -198,7 +220,7 @@ def axes_by_name() -> dict[str, Any]:
 @each_model
 @pytest.mark.parametrize("batch", [1, 2])
 def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, Any], batch: int, tmp_path: Path) -> None:
-    model = build(**options)
+    model = steered(build(**options))
     path = str(tmp_path / "model.onnx")
     images = (torch.randn(batch, 3, 48, 40),)
     # from an example batch of one, as in every tutorial
@@ -216,8 +238,9 @@ def test_onnx_for_any_batch_height_and_width(build: Build, options: dict[str, An
     assert_same_logits(run, model, [*SIZES, (2, 3, 8, 80)])
 
 
-def test_whole_model_under_torch_func(build: Build) -> None:
-    model = build(depth=1)
+@pytest.mark.parametrize("steering", ["none", "value", "amplitude", "shift"])
+def test_whole_model_under_torch_func(build: Build, steering: str) -> None:
+    model = steered(build(depth=1, steering=steering))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
     images = torch.randn(3, 3, 24, 40)

@@ -91,7 +91,9 @@ def test_exported_folder_is_the_trained_model(tmp_path: Path, name: str, changes
     assert loaded.pretrained_cfg["interpolation"] == "bilinear"
     # what a later release could read differently is spelled out
     spelt_out = json.loads((out / "config.json").read_text())["model_args"]
-    options = {"ssog": ["amplitude", "kernel_coords"]}.get(changes.get("model_kwargs", {}).get("mixer", "ssog"), [])
+    options = {"ssog": ["steering", "amplitude", "kernel_coords"]}.get(
+        changes.get("model_kwargs", {}).get("mixer", "ssog"), []
+    )
     options += {"looped": ["loops", "input_injection"], "ode": ["horizon", "solver", "solver_steps", "rtol"]}.get(
         name.rpartition("_")[2], []
     )

@@ -407,7 +407,7 @@ def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
     """Draw, for each block (row) and head (column), the weights with which the centre token looks at all tokens.
 
     Args:
-        model: A model with SSoG mixers.
+        model: A model with SSoG mixers; of steered ones, the kernels before the content moves them.
         image_size: Image size that the kernels are built for.
 
     Returns:
@@ -425,7 +425,7 @@ def kernel_atlas(model: VitSsog, image_size: int | tuple[int, int]) -> Figure:
     row, column = height // 2, width // 2
     figure, axes = panels(len(mixers), heads, size=1.7)
     for block, mixer in enumerate(mixers):
-        operator = dense_operator(*mixer.kernels(height, width))
+        operator = dense_operator(*SeparableMixer.kernels(mixer, height, width))
         seen = operator[:, row * width + column].reshape(heads, height, width).cpu()
         scale = float(seen.abs().max()) or 1.0
         for head, axis in enumerate(axes[block]):

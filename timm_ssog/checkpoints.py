@@ -105,7 +105,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Te
     config: Any = getattr(model, "pretrained_cfg", {})
     published = getattr(model, "pretrained_model_args", {})
     check_digests(state_dict, config, published)
-    warn_of_other_layers(published, _unseen_by_shape(model), model.embed_dim)
+    built = _unseen_by_shape(model)
+    if published and published.get("steering", "none") == "none":
+        built.pop("steering", None)  # a steered model continues a fixed one
+    warn_of_other_layers(published, built, model.embed_dim)
     out = {}
     for name, tensor in state_dict.items():
         # load_state_dict refuses what resampling can't fix

@@ -276,7 +276,7 @@ def _centre_maps(
     for index in sorted(moments):
         mixer: Any = student.blocks[source.index(index)].mixer
         maps.append(moments[index].maps[:, token] / moments[index].images)
-        kernels.append(dense_operator(*mixer.kernels(height, width))[:, token])
+        kernels.append(dense_operator(*SeparableMixer.kernels(mixer, height, width))[:, token])
     return tuple(torch.cat(parts).unflatten(1, teacher.grid).cpu() for parts in (maps, kernels))  # type: ignore[return-value]
 
 
