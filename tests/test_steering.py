@@ -1,8 +1,11 @@
 """Kernels that listen to the content: against the definition in float64, as modules, and as whole models."""
 
 import copy
+import importlib
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,9 @@ from timm_ssog.hybrid import STEERED, mixer_names
 from timm_ssog.layers import AttentionMixer, SeparableMixer
 from timm_ssog.ops import naive, steered
 from timm_ssog.steering import REACH, AmplitudeSteeredMixer, ShiftSteeredMixer, ValueSteeredMixer
+
+look_up: Any = importlib.import_module("look_up")
+steering_cost: Any = importlib.import_module("steering_cost")
 
 KINDS = ("value", "amplitude", "shift")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -270,6 +276,21 @@ def test_hybrids(build: Build) -> None:
     assert "self-attention is not globally Lipschitz" in str(timm_ssog.certify(build(mixer="ssog+attention"), 32))
     shared = build("vit_ssog_tiny_ode", depth=2, mixer="ssog+attention", solver_steps=4)
     assert shared(images).isfinite().all()
+
+
+def test_only_attention_finds_content_by_content() -> None:
+    # chance is 25 %, and a guess among the values that an image holds more often is better
+    assert look_up.top1("hybrid", steps=400) >= 95
+    assert look_up.top1("fixed", steps=200) < 70
+    assert look_up.top1("value", steps=200) < 70
+
+
+def test_steering_cost_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    steering_cost.main(["--quick", "--output", str(tmp_path / "steering.json")])
+    [run] = json.loads((tmp_path / "steering.json").read_text())["runs"]
+    assert list(run["forward"]) == list(run["training"]) == ["none", *KINDS, "attention"]
+    assert "| 4 x 4 | 1 |" in steering_cost.table([run])
 
 
 def test_the_steered_mixers_are_those_of_the_option() -> None:

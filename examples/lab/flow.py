@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "error": {"flow_penalty": "error"},
     "kinetic": {"flow_penalty": "kinetic"},
     "weight 1": {"flow_weight": 1.0},
+    "weight 1.5": {"flow_weight": 1.5},
     "centring norm": {**PLAIN, "norm_layer": "centrenorm"},
     "centring norm, error 0.2": {"norm_layer": "centrenorm", "flow_penalty": "error", "flow_weight": 0.2},
     "attention": {"mixer": "attention"},

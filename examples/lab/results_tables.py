@@ -28,6 +28,8 @@ OTHER_RUNS = {
     "flow-cifar10": "flow",
     "flow-loops": "flow",
     "warm-start-digits": "warm_start_results",
+    "photographs": "photographs",
+    "steering": "steering_cost",
 }
 """Further results files, and the script that they come from."""
 
