@@ -16,9 +16,14 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value in choices:
         return
+    expected = ", ".join(map(repr, choices))
+    raise ValueError(f"{name} must be one of {expected}, got {value!r}.{did_you_mean(value, choices)}")
+
+
+def did_you_mean(value: object, choices: Sequence[str]) -> str:
+    """A question, with a space before it, that names the choice nearest to a value; empty if none is near."""
     near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near and near[0] else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+    return f" Did you mean {near[0]!r}?" if near and near[0] else ""
 
 
 def require_positive_int(name: str, value: object, hint: str = "") -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from timm_ssog.errors import require_choice
+from timm_ssog.errors import did_you_mean, require_choice
 from timm_ssog.layers import AttentionMixer, IdentityMixer, SeparableMixer
 from timm_ssog.steering import AmplitudeSteeredMixer, ShiftSteeredMixer, ValueSteeredMixer
 
@@ -29,14 +29,14 @@ def mixer_names(mixer: str | Sequence[str], depth: int) -> list[str]:
     Raises:
         ValueError: if there is no such mixer, or the names are not as many as the blocks.
     """
-    expected = f"{', '.join(map(repr, MIXERS))}, one of them per block, or a short form such as 'ssog*9+attention*3'"
+    expected = f"one of {', '.join(map(repr, MIXERS))}, a list of one per block, or short 'ssog*9+attention*3'"
     if isinstance(mixer, str) and mixer in MIXERS:
         return [mixer] * depth
     names: list[str] = []
     for part in mixer.split("+") if isinstance(mixer, str) else mixer if isinstance(mixer, list | tuple) else [mixer]:
         name, times, count = part.partition("*") if isinstance(part, str) else (part, "", "")
         if name not in MIXERS or (times and not (count.isdecimal() and int(count))):
-            raise ValueError(f"mixer must be {expected}, got {mixer!r}.")
+            raise ValueError(f"mixer must be {expected}, got {mixer!r}.{did_you_mean(name, MIXERS)}")
         names += [name] * (int(count) if times else 1)
     if len(names) != depth:
         raise ValueError(f"mixer={mixer!r} names {len(names)} blocks, but the model has depth={depth}.")

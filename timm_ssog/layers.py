@@ -466,13 +466,22 @@ def _traits(mixer: SeparableMixer) -> tuple[Any, ...]:
     return mixer.amplitude.shape, mixer.convex, mixer.relative, mixer.reference_grid
 
 
+INIT_WIDTH = 768
+"""Inputs up to which linear layers start with equal gain: about a half, that of timm's 0.02 at this width."""
+
+
 def init_weights(module: nn.Module, name: str = "", needs_reset: bool = True) -> None:
-    """Initialise a module as timm's ViT does; with ``needs_reset``, modules that can reset themselves do."""
+    """Initialise a module; with ``needs_reset``, modules that can reset themselves do.
+
+    Linear layers with at least `INIT_WIDTH` inputs start as in timm's ViT, with a standard deviation of 0.02. With
+    fewer inputs it grows as their inverse root: 0.02 would almost close the mixers and MLPs of narrow models, and a
+    short training would end before they open (examples/lab/photographs.py).
+    """
     if isinstance(module, nn.Linear):
         if name.endswith("mixer.steer"):  # a steered mixer starts as a fixed one
             nn.init.zeros_(module.weight)
         else:
-            trunc_normal_(module.weight, std=0.02)
+            trunc_normal_(module.weight, std=0.02 * max(1.0, INIT_WIDTH / module.in_features) ** 0.5)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif needs_reset and hasattr(module, "reset_parameters"):

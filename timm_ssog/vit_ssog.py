@@ -932,7 +932,7 @@ def _create_vit_ssog(
 
 
 # A looped model starts like the continuous one and shares its checkpoints. examples/lab/flow.py shows why these values.
-FLOW_ARGS: dict[str, Any] = {"pre_norm": True, "flow_penalty": "both", "flow_weight": 2.0}
+FLOW_ARGS: dict[str, Any] = {"pre_norm": True, "flow_penalty": "both", "flow_weight": 1.5}
 LOOPED_ARGS: dict[str, Any] = {"depth": 1, "loops": 12, **FLOW_ARGS}
 ODE_ARGS: dict[str, Any] = {"depth": 1, "horizon": 12.0, **FLOW_ARGS}
 

@@ -20,6 +20,7 @@ import torch
 from demo import EPOCHS, INPUT, SIZE
 from digits import Digits, digit_loader
 from runs import parse_counts, plus_minus, provenance, results_file, run_all, run_options
+from starts import set_linear_std
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
 from timm.utils import random_seed
 from torch import Tensor
@@ -44,10 +45,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "error": {"flow_penalty": "error"},
     "kinetic": {"flow_penalty": "kinetic"},
     "weight 1": {"flow_weight": 1.0},
-    "weight 1.5": {"flow_weight": 1.5},
+    "weight 2": {"flow_weight": 2.0},
+    "weights of 0.02": {"std": 0.02},
+    "weights of 0.02, plain": {**PLAIN, "std": 0.02},
+    "weights of 0.02, weight 1": {"std": 0.02, "flow_weight": 1.0},
+    "weights of 0.02, weight 2": {"std": 0.02, "flow_weight": 2.0},
     "centring norm": {**PLAIN, "norm_layer": "centrenorm"},
     "centring norm, error 0.2": {"norm_layer": "centrenorm", "flow_penalty": "error", "flow_weight": 0.2},
     "attention": {"mixer": "attention"},
+    "attention, weight 2": {"mixer": "attention", "flow_weight": 2.0},
     "attention, plain": {**PLAIN, "mixer": "attention"},
     "narrow": NARROW,
     "narrow, plain": {**PLAIN, **NARROW},
@@ -59,7 +65,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "narrow loops, plain": {**LOOPED, **NARROW, **PLAIN},
     "narrow loops, unit start": {**LOOPED, **NARROW, **PLAIN, "pre_norm": True},
 }
-"""Changes to the registered continuous model. ``random_loops`` is ours: it draws the number of loops for each batch."""
+"""Changes to the registered continuous model.
+
+Ours are ``std``, of the initial linear weights, and ``random_loops``, which draws the number of loops for each batch.
+"""
 
 ANYTIME_IMAGES = 200
 """Test images of the adaptive solves, which take them one by one."""
@@ -141,12 +150,13 @@ def run(setting: str, seed: int, epochs: int, limit: int | None, folder: Path | 
     torch.set_num_threads(1)
     random_seed(seed)
     changes = {**SETTINGS[setting]}
-    random_loops = changes.pop("random_loops", False)
+    random_loops, std = changes.pop("random_loops", False), changes.pop("std", None)
     options = {**INPUT, **(FOLDER if folder else {}), **({} if "loops" in changes else CONTINUOUS), **changes}
     model: Any = create_model(**options)
+    if std is not None:
+        set_linear_std(model, std)
     recipe = FOLDER_RECIPE if folder else RECIPE
     if folder:
-        model.init_weights()  # timm's own: at this width the gain of the digits' models is not needed
         loader: Any = InMemory(folder, "train", recipe["batch_size"], limit)
         test = InMemory(folder, "test", 250, limit)
         images, labels = test.images, test.labels

@@ -12,9 +12,8 @@ import above  # noqa: F401
 import timm
 import torch
 from timm.utils import random_seed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from training import INIT_WIDTH
 
 import timm_ssog  # noqa: F401  registers the models
 
@@ -50,10 +49,6 @@ def top1(setting: str, seed: int = 0, steps: int = STEPS) -> float:
     random_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = timm.create_model("vit_ssog_tiny", **MODEL, **SETTINGS[setting])
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.mul_((INIT_WIDTH / module.in_features) ** 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
     for _ in range(steps):

@@ -18,8 +18,9 @@ from runs import decimal, mean_spread, parse_counts, plus_minus, provenance, res
 from safetensors.torch import save_file
 from scoring import accuracy
 from small_images import SIZE, TestBatches, TrainingBatches, cifar_images
+from starts import set_linear_std
 from timm.utils import random_seed
-from training import RECIPE, create_model, train
+from training import RECIPE, train
 
 SHAPE: dict[str, Any] = {
     "img_size": SIZE,
@@ -31,13 +32,14 @@ SHAPE: dict[str, Any] = {
     "mlp_ratio": 2.0,
 }
 DISCRETE: dict[str, Any] = {"name": "vit_ssog_tiny", "depth": 6}
+WIDE: dict[str, Any] = {**DISCRETE, "embed_dim": 192, "num_heads": 3}
 LOOPED: dict[str, Any] = {"name": "vit_ssog_tiny_looped", "depth": 1, "loops": 12}
 CONTINUOUS: dict[str, Any] = {"name": "vit_ssog_tiny_ode", "depth": 1, "horizon": 12.0}
 VIT: dict[str, Any] = {"name": "vit_tiny_patch16_224", "depth": 6}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": DISCRETE,
-    "gain": {**DISCRETE, "gain": True},
+    "weights of 0.02": {**DISCRETE, "std": 0.02},
     "centring norm": {**DISCRETE, "norm_layer": "centrenorm"},
     "unit start": {**DISCRETE, "pre_norm": True},
     "2 components": {**DISCRETE, "num_components": 2},
@@ -48,19 +50,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "value": {**DISCRETE, "steering": "value"},
     "amplitude": {**DISCRETE, "steering": "amplitude"},
     "shift": {**DISCRETE, "steering": "shift"},
-    "shift, gain": {**DISCRETE, "steering": "shift", "gain": True},
+    "shift, weights of 0.02": {**DISCRETE, "steering": "shift", "std": 0.02},
     "hybrid": {**DISCRETE, "mixer": "ssog*4+attention*2"},
-    "hybrid, gain": {**DISCRETE, "mixer": "ssog*4+attention*2", "gain": True},
     "attention": {**DISCRETE, "mixer": "attention"},
-    "attention, gain": {**DISCRETE, "mixer": "attention", "gain": True},
+    "attention, weights of 0.02": {**DISCRETE, "mixer": "attention", "std": 0.02},
     "attention x4": {**DISCRETE, "mixer": "attention", "times": 4},
     "timm's ViT": {**VIT, "class_token": False, "global_pool": "avg"},
+    "width 192": WIDE,
+    "width 192, weights of 0.02": {**WIDE, "std": 0.02},
     "looped": LOOPED,
     "looped, attention": {**LOOPED, "mixer": "attention"},
     "continuous": CONTINUOUS,
     "continuous, attention": {**CONTINUOUS, "mixer": "attention"},
 }
-"""What each setting is. Ours are ``gain``, initial weights as of width 768, and ``times``, a factor of the epochs."""
+"""What each setting is. Ours are ``std``, of the initial linear weights, and ``times``, a factor of the epochs."""
 
 TWINS = {"default": "attention", "looped": "looped, attention", "continuous": "continuous, attention"}
 """Settings, and the attention twin that each is compared with."""
@@ -75,10 +78,11 @@ ZERO_SHOT = (SIZE * 3 // 2, SIZE * 2)
 def build(setting: str) -> tuple[torch.nn.Module, int]:
     """The model of a setting, and by what the epochs are multiplied."""
     options = {**SHAPE, **SETTINGS[setting]}
-    name, times, gain = options.pop("name"), options.pop("times", 1), options.pop("gain", False)
-    if gain:
-        return create_model(name, **options), times
-    return timm.create_model(name, **options), times
+    name, times, std = options.pop("name"), options.pop("times", 1), options.pop("std", None)
+    model = timm.create_model(name, **options)
+    if std is not None:
+        set_linear_std(model, std)
+    return model, times
 
 
 def run(setting: str, seed: int, folder: Path, epochs: int, counts: tuple[int, int], keep: Path | None) -> Any:
