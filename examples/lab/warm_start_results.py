@@ -30,8 +30,8 @@ from training import RECIPE, train
 import timm_ssog
 from timm_ssog.conversion import read_teacher, student_options
 
-VIT: dict[str, Any] = {"name": "vit_tiny_patch16_224", "class_token": False, "global_pool": "avg"}
-TWIN: dict[str, Any] = {"name": "vit_ssog_tiny", "mixer": "attention"}
+VIT: dict[str, Any] = {"model_name": "vit_tiny_patch16_224", "class_token": False, "global_pool": "avg"}
+TWIN: dict[str, Any] = {"model_name": "vit_ssog_tiny", "mixer": "attention"}
 TEACHERS: dict[str, dict[str, Any]] = {
     "digits": {**VIT, "embed_dim": 64, "depth": 4, "num_heads": 4, "in_chans": 1},
     "cifar10": {**TWIN, "embed_dim": 96, "depth": 6, "num_heads": 6, "in_chans": 3},
