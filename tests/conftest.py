@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 import timm_ssog  # noqa: F401  registers the models, whether the hook is installed or not
+from timm_ssog.layers import INIT_WIDTH
 
 # the same few examples everywhere; `pytest --hypothesis-profile=long tests/test_hostile.py` looks for new ones
 settings.register_profile(
@@ -38,12 +39,18 @@ SIZE: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_h
 SMALL: dict[str, Any] = {**SIZE, "depth": 2}
 
 
-def as_trained(model: Any) -> Any:
-    """The model with weights as large as after training; initially, the velocity is nearly constant."""
+def enlarge(model: Any, weights: float) -> Any:
+    """The model with linear maps ``weights`` times as large as timm's initial ones of 0.02, whatever their width."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "blocks" in name and "mixer.a" not in name:
-                parameter.mul_(4)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.mul_(weights * min(1.0, module.in_features / INIT_WIDTH) ** 0.5)
+    return model
+
+
+def as_trained(model: Any) -> Any:
+    """The model with blocks whose velocity bends and still lets fixed steps follow it."""
+    enlarge(model.blocks, 4.0)
     return model
 
 

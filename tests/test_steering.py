@@ -254,7 +254,7 @@ def test_names_of_mixers() -> None:
     assert mixer_names("ssog", 2) == ["ssog", "ssog"]
     assert mixer_names("ssog*2+attention", 3) == mixer_names(["ssog", "ssog", "attention"], 3)
     for wrong in ("ssog*2+atention", "ssog*0+attention", "ssog*", "", ["ssog", 3], 3, None):
-        with pytest.raises(ValueError, match=r"mixer must be 'ssog', 'attention', 'identity'.*got"):
+        with pytest.raises(ValueError, match=r"mixer must be one of 'ssog', 'attention', 'identity'.*got"):
             mixer_names(wrong, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"names 2 blocks, but the model has depth=3"):
         mixer_names("ssog+attention", 3)
