@@ -196,15 +196,20 @@ def test_results_and_benchmark_of_timms_scripts(tmp_path: Path) -> None:
     speed = {"infer_samples_per_sec": 12.5, "infer_step_time": 80.0, "infer_batch_size": 1, "infer_img_size": 32}
     (tmp_path / "speed.json").write_text(json.dumps([{**speed, "param_count": 0.03, "model": SECRET}]))
     about = write_about(tmp_path / "about.yaml", benchmark_hardware="a typewriter")
-    results = {"test": [tmp_path / "at32.json", tmp_path / "at48.csv"]}
+    results = {"test": [tmp_path / "at32.json", tmp_path / "at48.csv"], "test@64x32": tmp_path / "at32.json"}
     out = hub.export(
         tmp_path / "run", tmp_path / "out", about=about, results=results, benchmark=tmp_path / "speed.json"
     )
     card = (out / "README.md").read_text()
-    assert "| test | 32 | 51.5 | 99.0 |\n| test | 48 | 49.0 | 99.0 |" in card
+    assert "| test | 32 | 51.5 | 99.0 |\n| test | 48 | 49.0 | 99.0 |\n| test | 64 x 32 | 51.5 | 99.0 |" in card
+    own = [row["own_size"] for row in json.loads((out / "run/results.json").read_text())]
+    assert own == [True, False, False], "an image as wide as the model's own, but higher, is of another size"
     assert "| 32 | 1 | 12.5 | 80.0 |" in card
     assert "on a typewriter" in card
     assert SECRET.encode() not in b"".join(tree(out).values())
+    for split, message in (("test@32x64", "64 px wide, its file says 32 px"), ("test@32", "got 'test@32'")):
+        with pytest.raises(ValueError, match=message):
+            hub.export(tmp_path / "run", tmp_path / "other", results={split: tmp_path / "at32.json"})
 
     def grow(row: dict[str, Any]) -> None:
         row["param_count"] = 5.7

@@ -31,7 +31,8 @@ def export_command(arguments: Sequence[str]) -> int:
         metavar="SPLIT=FILE",
         action="append",
         default=[],
-        help="a --results-file of validate.py, and its split; may be repeated",
+        help="a --results-file of validate.py, and its split, with height and width if they differ (test@128x96=FILE); "
+        "may be repeated",
     )
     parser.add_argument(
         "--benchmark", metavar="FILE", action="append", help="a --results-file of benchmark.py; may be repeated"

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
@@ -69,7 +70,8 @@ def export(
         average: Export the moving average of the weights; by default only if it is what the run's metric measured.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the weights in the file.
         about: YAML with what can't be measured (data, licence, limits); by default card.yaml of an earlier export.
-        results: Files of validate.py's ``--results-file``, CSV or JSON, by split.
+        results: Files of validate.py's ``--results-file``, CSV or JSON, by split. They give only the width of the
+            images; of other shapes than the model's own, the split says it: ``"test@128x96"``, height first.
         benchmark: Files of benchmark.py's ``--results-file``.
         ode_report: File with the JSON of `timm_ssog.analysis.ode_report` of a continuous model, whose verdict the card
             shows.
@@ -111,12 +113,7 @@ def export(
         (folder / "run/certificate.json").write_text(certificate(model, input_size).to_json() + "\n", encoding="utf-8")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if results:
-            rows = [
-                {"split": split, "own_size": int(float(row["img_size"])) == input_size[-1], **row}
-                for split, files in results.items()
-                for row in _read_rows(files, _RESULT_FIELDS, parameters)
-            ]
-            write_json(folder / "run/results.json", rows)
+            write_json(folder / "run/results.json", _read_results(results, input_size, parameters))
         if ode_report is not None:
             write_json(folder / "run/ode_report.json", _read_ode_report(ode_report, model))
         if benchmark:
@@ -202,6 +199,28 @@ def _write_run(folder: Path, run: TrainRun, weights: TrainedWeights, config: dic
         "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
     }
     write_json(folder / "run/checkpoint.json", facts)
+
+
+def _read_results(results: Mapping[str, Paths], input_size: Sequence[int], parameters: int) -> list[dict[str, Any]]:
+    """Rows of validate.py with their split, and their height where the split says it."""
+    rows = []
+    for name, files in results.items():
+        split, at, size = name.partition("@")
+        match = re.fullmatch(r"(\d+)x(\d+)", size)
+        if not split or (at and not match):
+            raise ValueError(f"results must be by split, or by split and size as in test@128x96, got {name!r}.")
+        for row in _read_rows(files, _RESULT_FIELDS, parameters):
+            own_size, height = row["img_size"] == input_size[-1], {}
+            if match:
+                if row["img_size"] != int(match[2]):
+                    raise ValueError(
+                        f"{name!r} says that images are {match[2]} px wide, its file says {row['img_size']} px; the "
+                        f"height comes first, as in train.py's and validate.py's --input-size."
+                    )
+                own_size = (int(match[1]), int(match[2])) == tuple(input_size[1:])
+                height = {"height": int(match[1])}
+            rows.append({"split": split, "own_size": own_size, **row, **height})
+    return rows
 
 
 def _read_rows(files: Paths, fields: Sequence[str], parameters: int) -> list[dict[str, Any]]:
