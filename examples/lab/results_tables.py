@@ -28,6 +28,7 @@ OTHER_RUNS = {
     "flow-cifar10": "flow",
     "flow-loops": "flow",
     "warm-start-digits": "warm_start_results",
+    "warm-start-cifar10": "warm_start_results",
     "photographs": "photographs",
     "steering": "steering_cost",
 }

@@ -148,7 +148,7 @@ def run(setting: str, seed: int, dataset: str, teachers: Path, cifar: Path | Non
 def table(runs: list[dict[str, Any]]) -> str:
     """A row per setting: top-1 over seeds, at the size of training and enlarged."""
     rows = []
-    for setting in dict.fromkeys(run["setting"] for run in runs):
+    for setting in (setting for setting in SETTINGS if any(run["setting"] == setting for run in runs)):
         of_setting = [run for run in runs if run["setting"] == setting]
         cells = [f"{mean_spread([run['accuracy'] for run in of_setting])[0]:.1f}"]
         for size in ZERO_SHOT:
