@@ -68,10 +68,10 @@ def test_figures_are_those_of_the_model(folder: Path) -> None:
     notes = digest_notes(load_file(folder / "model.safetensors"), config["architecture"], config["model_args"])
     assert config["pretrained_cfg"]["notes"] == notes
     # by hand, for the discrete SSoG model: embedding, blocks, head
-    tokens, dim = model.pos_embed.shape[1] * model.pos_embed.shape[2], model.embed_dim
-    side, components = model.pos_embed.shape[1], model.blocks[0].mixer.offset.shape[1]
+    rows, columns = (size // patch for size, patch in zip((height, width), model.patch_embed.patch_size, strict=True))
+    tokens, dim, components = rows * columns, model.embed_dim, model.blocks[0].mixer.offset.shape[1]
     hidden = model.blocks[0].mlp.fc1.out_features
-    block = 2 * tokens * dim**2 + 2 * tokens * dim * hidden + components * tokens * 2 * side * dim
+    block = 2 * tokens * dim**2 + 2 * tokens * dim * hidden + components * tokens * (rows + columns) * dim
     embedding = tokens * model.patch_embed.proj.weight[0].numel() * dim
     macs = len(model.blocks) * block + embedding + dim * model.num_classes
     assert measured["gmacs"][f"{height}x{width}"] == pytest.approx(macs / 1e9, rel=1e-6)
