@@ -122,6 +122,21 @@ def test_accuracy_in_the_table_was_measured():
         assert [discrete("SSoG", "relative", scale), discrete("attention", "attention", scale), "-"] in figures()
 
 
+def test_accuracy_on_photographs_was_measured():
+    def top1(setting: str) -> str:
+        found = [run["accuracy"] for run in runs("photographs") if run["setting"] == setting]
+        assert len(found) == 3
+        return mean(found)
+
+    assert [top1("default"), top1("attention"), "-"] in figures()
+    converted = runs("warm-start-cifar10")
+    both, scratch = (
+        mean(run["accuracy"] for run in converted if run["setting"] == of) for of in ("both@1", "scratch@8")
+    )
+    text = " ".join(README.read_text().split())
+    assert f"reaches {both} %; from scratch that takes eight epochs ({scratch} %)" in text
+
+
 def test_changed_predictions_and_the_cost_of_half_the_evaluations_were_measured():
     def registered(name: str) -> tuple[str, str]:
         found = [run for run in runs(name) if run["setting"] == "as registered"]
